@@ -1,0 +1,165 @@
+// The only file that knows Python. Tensors arrive as addresses: mdmi_fast/native keeps them alive during a call and has
+// checked shapes; no Python object is touched while the GIL is released.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <tuple>
+
+#include "kernels.hpp"
+#include "select.hpp"
+#include "stats.hpp"
+#include "sudoku.hpp"
+
+namespace py = pybind11;
+using mdmi::Dtype;
+
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+using Strides2 = std::tuple<int64_t, int64_t>;
+using Strides3 = std::tuple<int64_t, int64_t, int64_t>;
+
+mdmi::Positions positions(std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int dtype, Strides2 entropy_strides,
+                          uintptr_t mask, Strides2 mask_strides) {
+  return {std::get<0>(shape),
+          std::get<1>(shape),
+          pointer<void>(entropy),
+          Dtype(dtype),
+          std::get<0>(entropy_strides),
+          std::get<1>(entropy_strides),
+          pointer<uint8_t>(mask),
+          std::get<0>(mask_strides),
+          std::get<1>(mask_strides)};
+}
+
+mdmi::MiMatrix matrix(uintptr_t mi, int dtype, Strides3 strides) {
+  return {pointer<void>(mi), Dtype(dtype), std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)};
+}
+
+// A tensor of rows: address, dtype code, (inner, outer stride, inner stride).
+using RowsIn = std::tuple<uintptr_t, int, Strides3>;
+// The same with (count, stride between alternatives, rows of one) and the address of the weights.
+using StackIn = std::tuple<RowsIn, Strides3, uintptr_t>;
+using Out = std::tuple<uintptr_t, int>;
+
+mdmi::Rows rows(const RowsIn& in) {
+  const auto& [data, dtype, layout] = in;
+  return {pointer<void>(data), Dtype(dtype), std::get<0>(layout), std::get<1>(layout), std::get<2>(layout)};
+}
+
+mdmi::Stack stack(const StackIn& in) {
+  const auto& [first, layout, weights] = in;
+  return {rows(first), std::get<0>(layout), std::get<1>(layout), std::get<2>(layout), pointer<double>(weights)};
+}
+
+mdmi::RowsOut rows_out(Out out) { return {pointer<void>(std::get<0>(out)), Dtype(std::get<1>(out))}; }
+
+mdmi::StatsOut stats_out(const std::array<uintptr_t, 5>& out) {
+  mdmi::StatsOut to;
+  to.entropy = pointer<float>(out[0]);
+  to.logsumexp = pointer<float>(out[1]);
+  to.confidence = pointer<float>(out[2]);
+  to.token = pointer<int64_t>(out[3]);
+  to.margin = pointer<float>(out[4]);
+  return to;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "CPU kernels of mdmi_fast. Private: call mdmi_fast.ops.";
+
+  m.def("isa", [] { return std::string(mdmi::kernels().isa); });
+  m.def("supported_isas", &mdmi::supported_isas);
+
+  m.def(
+      "select_budget",
+      [](std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int entropy_dtype, Strides2 entropy_strides,
+         uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype, Strides3 mi_strides, uintptr_t gamma,
+         double lam, double entropy_weight, bool cheapest, int64_t limit, uintptr_t selected, uintptr_t spent,
+         int threads) {
+        py::gil_scoped_release unlocked;
+        mdmi::select_budget(positions(shape, entropy, entropy_dtype, entropy_strides, mask, mask_strides),
+                            matrix(mi, mi_dtype, mi_strides),
+                            {pointer<double>(gamma), lam, entropy_weight, cheapest, limit}, pointer<uint8_t>(selected),
+                            pointer<double>(spent), threads);
+      });
+  m.def(
+      "select_threshold",
+      [](std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int entropy_dtype, Strides2 entropy_strides,
+         uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype, Strides3 mi_strides, double tau,
+         int64_t limit, uintptr_t selected, uintptr_t spent, int threads) {
+        py::gil_scoped_release unlocked;
+        mdmi::select_threshold(positions(shape, entropy, entropy_dtype, entropy_strides, mask, mask_strides),
+                               matrix(mi, mi_dtype, mi_strides), tau, limit, pointer<uint8_t>(selected),
+                               pointer<double>(spent), threads);
+      });
+  m.def("color", [](std::tuple<int64_t, int64_t> shape, uintptr_t mask, Strides2 mask_strides, uintptr_t mi,
+                    int mi_dtype, Strides3 mi_strides, double tau, uintptr_t group, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::color(positions(shape, 0, 0, {0, 0}, mask, mask_strides), matrix(mi, mi_dtype, mi_strides), tau,
+                pointer<int64_t>(group), threads);
+  });
+  m.attr("sudoku_weights") = mdmi::sudoku::kWeights;
+  m.def("sudoku_forward", [](uintptr_t tokens, int64_t boards, uintptr_t weights, int iterations, uintptr_t codes,
+                             uintptr_t logits, uintptr_t hidden, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::sudoku_forward(pointer<int64_t>(tokens), boards, pointer<float>(weights), iterations, pointer<float>(codes),
+                         pointer<float>(logits), pointer<float>(hidden), threads);
+  });
+
+  m.attr("ROW_STATE_BYTES") = sizeof(mdmi::RowState);
+  m.def("row_stats", [](RowsIn logits, int64_t n_rows, int64_t width, std::array<uintptr_t, 5> out, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::row_stats(rows(logits), n_rows, width, stats_out(out), threads);
+  });
+  m.def("stats_backward", [](RowsIn logits, int64_t n_rows, int64_t width, std::array<uintptr_t, 4> grad, Out d_logits,
+                             int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::stats_backward(rows(logits), n_rows, width,
+                         {pointer<double>(grad[0]), pointer<double>(grad[1]), pointer<double>(grad[2]),
+                          pointer<double>(grad[3])},
+                         rows_out(d_logits), threads);
+  });
+  m.def("new_states", [](uintptr_t states, int64_t n_rows) {
+    std::fill_n(pointer<mdmi::RowState>(states), n_rows, mdmi::RowState());
+  });
+  m.def("absorb_tile", [](RowsIn tile, int64_t n_rows, int64_t width, int64_t first_token, uintptr_t states,
+                          int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::absorb_tile(rows(tile), n_rows, width, first_token, pointer<mdmi::RowState>(states), threads);
+  });
+  m.def("finish_rows", [](uintptr_t states, int64_t n_rows, std::array<uintptr_t, 5> out) {
+    py::gil_scoped_release unlocked;
+    mdmi::finish_rows(pointer<mdmi::RowState>(states), n_rows, stats_out(out));
+  });
+  m.def("expected_entropy", [](StackIn logits, int64_t width, uintptr_t out, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::expected_entropy(stack(logits), width, pointer<float>(out), threads);
+  });
+  m.def("expected_kl", [](StackIn logits, RowsIn base, int64_t width, uintptr_t out, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::expected_kl(stack(logits), rows(base), width, pointer<float>(out), threads);
+  });
+  m.def("expected_kl_backward", [](StackIn logits, RowsIn base, int64_t width, uintptr_t grad, Out d_logits, Out d_base,
+                                   int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::expected_kl_backward(stack(logits), rows(base), width, pointer<double>(grad), rows_out(d_logits),
+                               rows_out(d_base), threads);
+  });
+  m.def("mixture_entropy", [](StackIn logits, int64_t width, uintptr_t mixture, uintptr_t expected, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::mixture_entropy(stack(logits), width, {pointer<float>(mixture), pointer<float>(expected)}, threads);
+  });
+  m.def("mixture_entropy_backward", [](StackIn logits, int64_t width, uintptr_t grad, Out d_logits, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::mixture_entropy_backward(stack(logits), width, pointer<double>(grad), rows_out(d_logits), threads);
+  });
+}

@@ -1,0 +1,60 @@
+// One table of kernels per instruction set. Drivers (select.cpp, stats.cpp, ...) are compiled once for the oldest
+// processor and reach the fast code only through the table that suits the processor they run on.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "rows.hpp"
+#include "sudoku.hpp"
+
+namespace mdmi {
+
+// Row kernels work on rows [begin, end) of width elements.
+struct Kernels {
+  const char* isa;
+
+  bool (*any_nan_f32)(const float* x, int64_t n);
+
+  void (*row_stats)(const Rows& logits, int64_t width, int64_t begin, int64_t end, const StatsOut& out);
+  // Columns first_token .. first_token + width of every row join its state.
+  void (*absorb_tile)(const Rows& tile, int64_t width, int64_t begin, int64_t end, int64_t first_token,
+                      RowState* states);
+  void (*finish_row)(const RowState& state, int64_t row, const StatsOut& out);
+  void (*stats_backward)(const Rows& logits, int64_t width, int64_t begin, int64_t end, const StatsGrad& grad,
+                         const RowsOut& d_logits);
+
+  // q_top, q_log_sum: what row_stats says of q.
+  void (*kl_rows)(const Rows& p, const Rows& q, int64_t width, int64_t begin, int64_t end, const double* q_top,
+                  const double* q_log_sum, float* out);
+  // scratch: room for two rows, filled up to 16 elements; states: one per alternative. Both belong to one thread.
+  void (*kl_backward)(const Stack& p, const Rows& q, int64_t width, int64_t begin, int64_t end, const double* grad,
+                      const double* q_top, const double* q_log_sum, const RowsOut& d_p, const RowsOut& d_q,
+                      void* scratch);
+  void (*mixture_rows)(const Stack& logits, int64_t width, int64_t begin, int64_t end, const MixtureOut& out,
+                       void* scratch, RowState* states);
+  void (*mixture_backward)(const Stack& logits, int64_t width, int64_t begin, int64_t end, const double* grad,
+                           const RowsOut& d_logits, void* scratch, RowState* states);
+
+  // The network of the Sudoku task on one board.
+  void (*sudoku_forward)(const sudoku::Layout& layout, sudoku::Scratch& scratch, const int64_t* tokens,
+                         const float* weights, int iterations, const float* codes, float* logits, float* hidden);
+};
+
+// The table in use: the best this processor and operating system support, or the one MDMI_FORCE_ISA names. Chosen at
+// the first call; throws std::runtime_error when the forced one is unknown or cannot run here.
+const Kernels& kernels();
+
+std::vector<std::string> supported_isas();  // best last
+
+extern const Kernels kernels_scalar;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512bf16;
+#elif defined(__aarch64__)
+extern const Kernels kernels_neon;
+#endif
+
+}  // namespace mdmi

@@ -1,0 +1,72 @@
+"""Who depends on whom among the masked positions of a masked model, and which of them can be unmasked together.
+
+Importing this touches no driver, no Triton and no drawing library. `decode` is the function, also after something
+imports the package of the same name, because that is imported here first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__version__ = "0.1.0"
+
+from mdmi_fast import ops
+from mdmi_fast.decode import (
+    Confidence,
+    ConfidenceBudget,
+    DecodeResult,
+    EntropyBound,
+    MIBudget,
+    MIThreshold,
+    Probing,
+    Random,
+    Sequential,
+    TopK,
+    decode,
+)
+from mdmi_fast.errors import UnsupportedError
+from mdmi_fast.estimator import PairwiseMIEstimator, evaluate_estimator, load_estimator, train_estimator
+from mdmi_fast.labels import MILabels, label_mi
+from mdmi_fast.models import MaskedModel, MaskedOutput, load_model
+from mdmi_fast.ops import Selection, TokenStats, get_num_threads, set_num_threads
+
+_MAPS = ("dependency_graph", "mi_map")
+
+__all__ = [
+    "Confidence",
+    "ConfidenceBudget",
+    "DecodeResult",
+    "EntropyBound",
+    "MIBudget",
+    "MILabels",
+    "MIThreshold",
+    "MaskedModel",
+    "MaskedOutput",
+    "PairwiseMIEstimator",
+    "Probing",
+    "Random",
+    "Selection",
+    "Sequential",
+    "TokenStats",
+    "TopK",
+    "UnsupportedError",
+    "decode",
+    "dependency_graph",
+    "evaluate_estimator",
+    "get_num_threads",
+    "label_mi",
+    "load_estimator",
+    "load_model",
+    "mi_map",
+    "ops",
+    "set_num_threads",
+    "train_estimator",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MAPS:
+        from mdmi_fast import maps
+
+        return getattr(maps, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

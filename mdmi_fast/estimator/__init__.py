@@ -1,0 +1,16 @@
+"""Estimators: small networks that predict pairwise mutual information from hidden states."""
+
+from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
+from mdmi_fast.estimator.network import Head, PairScorer, PairwiseMIEstimator, load_estimator
+from mdmi_fast.estimator.train import TrainingProgress, train_estimator
+
+__all__ = [
+    "Head",
+    "PairReport",
+    "PairScorer",
+    "PairwiseMIEstimator",
+    "TrainingProgress",
+    "evaluate_estimator",
+    "load_estimator",
+    "train_estimator",
+]

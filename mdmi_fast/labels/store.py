@@ -1,0 +1,140 @@
+"""Labels on disk: shards that are written whole, so that an interrupted run goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mdmi_fast.files import replace_file
+from mdmi_fast.labels.probe import Form, label_mi
+from mdmi_fast.models import MaskedModel
+
+INDEX_FILE = "labels.json"
+
+
+class LabelSet(NamedTuple):
+    """Labelled states of one model.
+
+    Attributes:
+        tokens: [S, N] int64, the mask token where masked.
+        mask: [S, N] bool, True = masked.
+        mi: [S, N, N] float32, nats.
+        entropy: [S, N] float32, nats.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    mi: Tensor
+    entropy: Tensor
+
+
+def write_labels(
+    model: MaskedModel,
+    tokens: Tensor,
+    folder: str | Path,
+    *,
+    form: Form = "joint",
+    epsilon: float = 0.0,
+    shard_size: int = 100,
+    batch_size: int = 512,
+    provenance: dict[str, Any] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> int:
+    """Label states [S, N] (masked where they hold the mask token) into a folder of shards; finished ones are kept.
+
+    Args:
+        model, form, epsilon, batch_size: as for `label_mi`.
+        tokens: the same states in every run of one folder.
+        shard_size: states a file.
+        provenance: what a reader should know of the states and the model; kept in the index.
+        progress: called with the number of states just finished, those of earlier runs included.
+
+    Returns:
+        The forward passes of this run.
+
+    Raises:
+        ValueError: if the folder holds labels made with other settings or of other states.
+    """
+    folder = Path(folder)
+    settings = {
+        "form": form,
+        "epsilon": epsilon,
+        "shard_size": shard_size,
+        "states": list(tokens.shape),
+        "fingerprint": _fingerprint(tokens),
+        "provenance": provenance or {},
+    }
+    index = folder / INDEX_FILE
+    if index.exists():
+        kept = _read_index(folder)
+        if kept != settings:
+            changed = [key for key in settings if kept.get(key) != settings[key]]
+            raise ValueError(f"{folder}: holds labels made with another {', '.join(changed)}; choose another folder")
+    else:
+        with replace_file(index) as temporary:
+            temporary.write_text(json.dumps(settings, indent=2) + "\n")
+    passes = 0
+    for number, part in enumerate(tokens.split(shard_size)):
+        path = _shard(folder, number)
+        if not path.exists():
+            labels = label_mi(model, part, form=form, epsilon=epsilon, batch_size=batch_size)
+            passes += int(labels.passes.sum())
+            with replace_file(path) as temporary:
+                save_file(
+                    {"tokens": part.contiguous(), "mi": labels.mi.contiguous(), "entropy": labels.entropy.contiguous()},
+                    temporary,
+                )
+        if progress is not None:
+            progress(len(part))
+    return passes
+
+
+def read_labels(folder: str | Path, *, mask_token_id: int) -> LabelSet:
+    """Read a folder of labels.
+
+    Raises:
+        FileNotFoundError: if it holds no labels.
+        ValueError: if a shard is missing (the run was interrupted: run it again) or damaged.
+    """
+    folder = Path(folder)
+    settings = _read_index(folder)
+    count = -(-settings["states"][0] // settings["shard_size"])
+    shards = []
+    for number in range(count):
+        path = _shard(folder, number)
+        if not path.exists():
+            raise ValueError(f"{folder}: {path.name} of {count} shards is missing; run the labelling again to finish it")
+        try:
+            shards.append(load_file(path))
+        except SafetensorError as error:
+            raise ValueError(f"{path}: damaged ({error}); delete it and run the labelling again") from error
+    tokens, mi, entropy = (torch.cat([shard[key] for shard in shards]) for key in ("tokens", "mi", "entropy"))
+    return LabelSet(tokens, tokens == mask_token_id, mi, entropy)
+
+
+def _shard(folder: Path, number: int) -> Path:
+    return folder / f"labels-{number:05d}.safetensors"
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX_FILE
+    try:
+        settings: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder}: holds no labels ({INDEX_FILE} is missing)") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: damaged: {error}") from error
+    return settings
+
+
+def _fingerprint(tokens: Tensor) -> int:
+    """A number that changes with any token, so that a resumed run notices other states."""
+    weight = torch.arange(1, tokens.numel() + 1, dtype=torch.int64)
+    return int(((tokens.cpu().flatten() + 1) * (weight * 2654435761 + 1)).sum())

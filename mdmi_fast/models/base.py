@@ -1,0 +1,39 @@
+"""What this library asks of a masked model, and nothing more."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+
+class MaskedOutput(NamedTuple):
+    """What a masked model says about a batch.
+
+    Attributes:
+        logits: [B, N, V] float; a token that can never stand there has the logit -inf.
+        hidden: [B, N, D] float; the state an estimator reads. It must tell positions apart: a network that treats
+            all positions alike has to join what it knows of the position to the state.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+@runtime_checkable
+class MaskedModel(Protocol):
+    """A frozen network that gives a marginal for every position, given the visible ones.
+
+    Attributes:
+        mask_token_id: the token that stands where nothing is known yet.
+        vocab_size: V, the last dimension of the logits.
+        hidden_size: D, the last dimension of the hidden state.
+    """
+
+    mask_token_id: int
+    vocab_size: int
+    hidden_size: int
+
+    def __call__(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> MaskedOutput:
+        """Run the network on tokens [B, N] int64; attention_mask [B, N] bool is False at padding."""
+        ...

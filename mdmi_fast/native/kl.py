@@ -1,0 +1,101 @@
+"""KL divergence and the reductions over K alternatives that labels need, in C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mdmi_fast import _C
+from mdmi_fast._threads import get_num_threads
+from mdmi_fast.native._memory import DTYPE, Layout, Rows, rows_of, same_width
+
+Stack = tuple[Rows, Layout, int]
+
+
+def _stack(logits: Tensor, weights: Tensor | None) -> tuple[tuple[Tensor, Tensor | None], Stack]:
+    """Logits [K, ..., V] with weights [K, ...], and the tensors that they point into."""
+    n_rows = logits.shape[1:-1].numel()
+    logits, rows = rows_of(logits, skip=1)
+    weights = None if weights is None else weights.double().contiguous()
+    layout = (logits.shape[0], logits.stride(0), n_rows)
+    return (logits, weights), (rows, layout, 0 if weights is None else weights.data_ptr())
+
+
+def _out(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), DTYPE[x.dtype]
+
+
+def kl_divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+    return expected_kl(p_logits.unsqueeze(0), None, q_logits)
+
+
+def kl_divergence_backward(grad: Tensor, p_logits: Tensor, q_logits: Tensor) -> tuple[Tensor, Tensor]:
+    d_p, d_q = expected_kl_backward(grad, p_logits.unsqueeze(0), None, q_logits)
+    return d_p.squeeze(0), d_q
+
+
+def expected_entropy(logits: Tensor, weights: Tensor) -> Tensor:
+    result = torch.empty(logits.shape[1:-1], dtype=torch.float32)
+    alive, stack = _stack(logits, weights)
+    _C.expected_entropy(stack, logits.shape[-1], result.data_ptr(), get_num_threads())
+    del alive
+    return result
+
+
+def expected_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
+    from mdmi_fast.native.stats import entropy_backward
+
+    return entropy_backward(grad.double() * weights.double(), logits)
+
+
+def expected_kl(logits: Tensor, weights: Tensor | None, base_logits: Tensor) -> Tensor:
+    result = torch.empty(base_logits.shape[:-1], dtype=torch.float32)
+    logits, base_logits = same_width(logits, base_logits)
+    alive, stack = _stack(logits, weights)
+    base_logits, base = rows_of(base_logits)
+    _C.expected_kl(stack, base, base_logits.shape[-1], result.data_ptr(), get_num_threads())
+    del alive
+    return result
+
+
+def expected_kl_backward(
+    grad: Tensor, logits: Tensor, weights: Tensor | None, base_logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    dtypes = logits.dtype, base_logits.dtype
+    logits, base_logits = same_width(logits, base_logits)
+    d_logits, d_base = (torch.empty(x.shape, dtype=x.dtype) for x in (logits, base_logits))
+    grad = grad.double().contiguous()
+    alive, stack = _stack(logits, weights)
+    base_logits, base = rows_of(base_logits)
+    _C.expected_kl_backward(
+        stack, base, base_logits.shape[-1], grad.data_ptr(), _out(d_logits), _out(d_base), get_num_threads()
+    )
+    del alive
+    return d_logits.to(dtypes[0]), d_base.to(dtypes[1])
+
+
+def mixture_entropy(logits: Tensor, weights: Tensor) -> Tensor:
+    result = torch.empty(logits.shape[1:-1], dtype=torch.float32)
+    alive, stack = _stack(logits, weights)
+    _C.mixture_entropy(stack, logits.shape[-1], result.data_ptr(), 0, get_num_threads())
+    del alive
+    return result
+
+
+def mixture_and_expected_entropy(logits: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`mixture_entropy` and `expected_entropy` from one read of the logits; their difference is the mutual information."""
+    mixture = torch.empty(logits.shape[1:-1], dtype=torch.float32)
+    expected = torch.empty_like(mixture)
+    alive, stack = _stack(logits, weights)
+    _C.mixture_entropy(stack, logits.shape[-1], mixture.data_ptr(), expected.data_ptr(), get_num_threads())
+    del alive
+    return mixture, expected
+
+
+def mixture_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
+    result = torch.empty(logits.shape, dtype=logits.dtype)
+    grad = grad.double().contiguous()
+    alive, stack = _stack(logits, weights)
+    _C.mixture_entropy_backward(stack, logits.shape[-1], grad.data_ptr(), _out(result), get_num_threads())
+    del alive
+    return result

@@ -1,0 +1,88 @@
+"""Selection of positions to unmask, in C++."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mdmi_fast import _C
+from mdmi_fast._threads import get_num_threads
+from mdmi_fast.native._memory import DTYPE, mask_of, single_or_double
+
+NO_LIMIT = 2**62
+
+
+def _new_selection(like: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty(like.shape, dtype=torch.bool), torch.empty(like.shape[0], dtype=torch.float64)
+
+
+def select_budget(
+    entropy: Tensor,
+    mi: Tensor,
+    gamma: Tensor,
+    lam: float,
+    entropy_weight: float,
+    order: str,
+    mask: Tensor | None,
+    limit: int | None,
+) -> tuple[Tensor, Tensor]:
+    entropy, mi, gamma = single_or_double(entropy), single_or_double(mi), gamma.contiguous()
+    selected, spent = _new_selection(entropy)
+    _C.select_budget(
+        entropy.shape,
+        entropy.data_ptr(),
+        DTYPE[entropy.dtype],
+        entropy.stride(),
+        *mask_of(mask),
+        mi.data_ptr(),
+        DTYPE[mi.dtype],
+        mi.stride(),
+        gamma.data_ptr(),
+        lam,
+        entropy_weight,
+        order == "cheapest",
+        NO_LIMIT if limit is None else limit,
+        selected.data_ptr(),
+        spent.data_ptr(),
+        get_num_threads(),
+    )
+    return selected, spent
+
+
+def select_threshold(
+    entropy: Tensor, mi: Tensor, tau: float, mask: Tensor | None, limit: int | None
+) -> tuple[Tensor, Tensor]:
+    entropy, mi = single_or_double(entropy), single_or_double(mi)
+    selected, spent = _new_selection(entropy)
+    _C.select_threshold(
+        entropy.shape,
+        entropy.data_ptr(),
+        DTYPE[entropy.dtype],
+        entropy.stride(),
+        *mask_of(mask),
+        mi.data_ptr(),
+        DTYPE[mi.dtype],
+        mi.stride(),
+        tau,
+        NO_LIMIT if limit is None else limit,
+        selected.data_ptr(),
+        spent.data_ptr(),
+        get_num_threads(),
+    )
+    return selected, spent
+
+
+def color(mi: Tensor, tau: float, mask: Tensor | None) -> Tensor:
+    mi = single_or_double(mi)
+    group = torch.empty(mi.shape[:2], dtype=torch.int64)
+    _C.color(
+        group.shape,
+        *mask_of(mask),
+        mi.data_ptr(),
+        DTYPE[mi.dtype],
+        mi.stride(),
+        tau,
+        group.data_ptr(),
+        get_num_threads(),
+    )
+    return group

@@ -1,0 +1,39 @@
+"""The operators: entropies, divergences, pair scores and selections, on the fastest backend that can run each call."""
+
+from mdmi_fast._threads import get_num_threads, set_num_threads
+from mdmi_fast.ops._dispatch import BACKENDS, backends
+from mdmi_fast.ops.kl import expected_entropy, expected_kl, kl_divergence, mixture_entropy
+from mdmi_fast.ops.pairwise import (
+    PreparedPairwise,
+    pairwise_mlp,
+    pairwise_mlp_band,
+    pairwise_mlp_rows,
+    prepare_pairwise,
+)
+from mdmi_fast.ops.select import Selection, color, score_and_select, select_budget, select_threshold
+from mdmi_fast.ops.stats import TokenStats, entropy, linear_token_stats, token_stats
+
+__all__ = [
+    "BACKENDS",
+    "PreparedPairwise",
+    "Selection",
+    "TokenStats",
+    "backends",
+    "color",
+    "entropy",
+    "expected_entropy",
+    "expected_kl",
+    "get_num_threads",
+    "kl_divergence",
+    "linear_token_stats",
+    "mixture_entropy",
+    "pairwise_mlp",
+    "pairwise_mlp_band",
+    "pairwise_mlp_rows",
+    "prepare_pairwise",
+    "score_and_select",
+    "select_budget",
+    "select_threshold",
+    "set_num_threads",
+    "token_stats",
+]

@@ -1,0 +1,95 @@
+"""Argument checks: one message shape, `op: argument must be ..., got ...`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def describe(value: object) -> str:
+    """What a message says it got."""
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def floating(op: str, name: str, value: object) -> Tensor:
+    """The value, a floating tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {describe(value)}")
+    return value
+
+
+def of_kind(op: str, name: str, value: object, dtype: torch.dtype) -> Tensor:
+    """The value, a tensor of that dtype."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {str(dtype).removeprefix('torch.')}, got {describe(value)}")
+    return value
+
+
+def shape(op: str, name: str, value: Tensor, expected: Sequence[int], text: str) -> None:
+    """`text` names the dimensions, such as "[..., N]"."""
+    if tuple(value.shape) != tuple(expected):
+        raise ValueError(f"{op}: {name} must be {text} = {tuple(expected)}, got {describe(value)}")
+
+
+def rows_of(op: str, name: str, value: object, text: str, n_trailing: int = 1) -> Tensor:
+    """The value, a floating tensor with at least the trailing dimensions and a last one that is not empty."""
+    tensor = floating(op, name, value)
+    if tensor.ndim < n_trailing or tensor.shape[-1] == 0:
+        raise ValueError(
+            f"{op}: {name} must be {text} with {text.split()[-1].rstrip(']')} at least 1, got {describe(tensor)}"
+        )
+    return tensor
+
+
+def same_device(op: str, **tensors: Tensor | None) -> None:
+    """All on the device of the first."""
+    (first_name, first), *others = ((k, t) for k, t in tensors.items() if t is not None)
+    for name, tensor in others:
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{op}: tensors must be on one device, got {first_name} on {first.device} and {name} on {tensor.device}"
+            )
+
+
+def one_of(op: str, name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def number(op: str, name: str, value: object) -> float:
+    """The value as a float, not NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{op}: {name} must be a number, got {describe(value)}")
+    if math.isnan(value):
+        raise ValueError(f"{op}: {name} must not be NaN")
+    return float(value)
+
+
+def weight(op: str, name: str, value: object) -> float:
+    """The value as a finite float of at least 0."""
+    x = number(op, name, value)
+    if not 0.0 <= x < math.inf:
+        raise ValueError(f"{op}: {name} must be finite and at least 0, got {value!r}")
+    return x
+
+
+def whole(op: str, name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be an int, got {describe(value)}")
+    if value < least:
+        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+    return value
+
+
+def batch_of(lead: Sequence[int]) -> int:
+    """Number of sequences in leading dimensions (1 for none)."""
+    return math.prod(lead)

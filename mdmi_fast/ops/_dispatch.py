@@ -1,0 +1,130 @@
+"""Choosing a backend, per call. README.md beside this file says what a backend provides."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdmi_fast.errors import UnsupportedError
+from mdmi_fast.ops._checks import describe
+
+_PACKAGES = {"triton": "mdmi_fast.kernels", "cpp": "mdmi_fast.native", "torch": "mdmi_fast.eager"}
+_DEVICES = {"triton": "cuda", "cpp": "cpu"}  # torch runs on all
+
+BACKENDS = tuple(_PACKAGES)
+"""Names of the backends; the first that can run a call is the default."""
+
+OPS = {
+    "stats": ("entropy", "token_stats", "linear_token_stats"),
+    "kl": ("kl_divergence", "expected_entropy", "expected_kl", "mixture_entropy"),
+    "pairwise": ("pairwise_mlp", "pairwise_mlp_rows", "pairwise_mlp_band"),
+    "select": ("select_budget", "select_threshold", "color", "score_and_select"),
+}
+"""The public ops by stem."""
+
+
+@functools.cache
+def _module(backend: str, stem: str) -> types.ModuleType | str:
+    """The module of a backend, or why there is none."""
+    try:
+        return importlib.import_module(f"{_PACKAGES[backend]}.{stem}")
+    except ImportError as error:
+        return f"cannot be imported ({error})"
+
+
+def _missing(backend: str, stem: str, op: str, device: str) -> list[str]:
+    """Why a backend cannot run an op on a kind of device whatever the tensors; empty if it can."""
+    if backend in _DEVICES and device != _DEVICES[backend]:
+        return [f"runs on {_DEVICES[backend]} tensors, got {device}"]
+    module = _module(backend, stem)
+    if isinstance(module, str):
+        return [module]
+    return [] if hasattr(module, op) else [f"has no {op} yet"]
+
+
+def _refusals(backend: str, stem: str, op: str, tensors: Sequence[Tensor], precision: str | None) -> list[str]:
+    """Why a backend cannot run a call; empty if it can."""
+    missing = _missing(backend, stem, op, tensors[0].device.type)
+    refusals = None if missing else getattr(_module(backend, stem), "refusals", None)
+    return list(refusals(op, tensors, precision)) if refusals else missing
+
+
+@functools.cache
+def _say_slower_once(reason: str) -> None:
+    warnings.warn(f"mdmi_fast: the C++ extension {reason}; CPU tensors take the slower torch backend", stacklevel=2)
+
+
+def choose(
+    stem: str, op: str, backend: str | None, tensors: Sequence[Tensor], precision: str | None = None
+) -> tuple[str, Any]:
+    """The backend of a call and its function.
+
+    Args:
+        stem: module of the op.
+        op: name of the function.
+        backend: the one to take, or None for MDMI_BACKEND, or else the first that can run the call.
+        tensors: inputs that the choice depends on.
+        precision: of the call, if the op has one.
+
+    Raises:
+        ValueError: no backend of that name.
+        UnsupportedError: the one named cannot run the call; every backend's reasons are listed.
+    """
+    named = backend or os.environ.get("MDMI_BACKEND") or None
+    if named is not None and named not in _PACKAGES:
+        source = "backend" if backend else "MDMI_BACKEND"
+        raise ValueError(f"{op}: {source} must be one of {', '.join(BACKENDS)}, got {named!r}")
+    for name in BACKENDS if named is None else (named,):
+        if not _refusals(name, stem, op, tensors, precision):
+            if named is None and name == "torch" and tensors[0].device.type == "cpu":
+                missing = _module("cpp", stem)
+                if isinstance(missing, str):
+                    _say_slower_once(missing)
+            return name, getattr(_module(name, stem), op)
+    reasons = []
+    for name in BACKENDS:
+        said = _refusals(name, stem, op, tensors, precision)
+        reasons += [f"{name}: {reason}" for reason in said or ["can run this call, but was not asked to"]]
+    inputs = "; ".join(describe(t) for t in tensors)
+    asked = f" by {named}" if named else ""
+    raise UnsupportedError(reasons, f"{op} ({inputs}{f'; precision {precision}' if precision else ''}){asked}")
+
+
+def call(stem: str, op: str, backend: str | None, tensors: Sequence[Tensor], precision: str | None, *args: Any) -> Any:
+    """Runs an op on the chosen backend, outside autocast: the dtypes of the operands decide, not the context."""
+    _, function = choose(stem, op, backend, tensors, precision)
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return function(*args)
+    with torch.autocast(device, enabled=False):
+        return function(*args)
+
+
+def provided(backend: str, stem: str, name: str) -> Any:
+    """A function that a backend may or may not have, or None."""
+    return getattr(_module(backend, stem), name, None)
+
+
+def backends(device: str | torch.device = "cpu") -> dict[str, dict[str, list[str]]]:
+    """What can run where: {op: {backend: reasons against it}}, an empty list where it can.
+
+    Args:
+        device: of the tensors the ops would be called with.
+
+    Example:
+        >>> from mdmi_fast import ops
+        >>> ops.backends("cpu")["entropy"]["torch"]
+        []
+        >>> ops.backends("cpu")["entropy"]["triton"]
+        ['runs on cuda tensors, got cpu']
+    """
+    kind = torch.device(device).type
+    return {op: {name: _missing(name, stem, op, kind) for name in BACKENDS} for stem, ops in OPS.items() for op in ops}

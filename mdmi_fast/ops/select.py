@@ -1,0 +1,416 @@
+"""Which masked positions can be unmasked together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mdmi_fast.ops import _checks as check
+from mdmi_fast.ops._dispatch import call
+from mdmi_fast.ops.pairwise import PreparedPairwise, check_pairs
+
+
+class Selection(NamedTuple):
+    """Positions chosen in every sequence."""
+
+    selected: Tensor
+    """[..., N] bool."""
+    spent: Tensor
+    """[...] float64, what they cost together, nats."""
+
+
+def _values(op: str, name: str, value: Tensor) -> Tensor:
+    """The value without its gradient, in a dtype that selections take; the conversion is exact."""
+    tensor = check.floating(op, name, value).detach()
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def _check_entropy(op: str, entropy: Tensor) -> Tensor:
+    """As [B, N]."""
+    entropy = _values(op, "entropy", entropy)
+    if entropy.ndim == 0:
+        raise ValueError(f"{op}: entropy must be [..., N], got {check.describe(entropy)}")
+    return entropy.reshape(check.batch_of(entropy.shape[:-1]), entropy.shape[-1])
+
+
+def _check_mi(op: str, mi: Tensor, lead: torch.Size | None = None) -> Tensor:
+    """As [B, N, N]; lead is that of the entropies, if there are any."""
+    mi = _values(op, "mi", mi)
+    if mi.ndim < 2 or mi.shape[-1] != mi.shape[-2] or (lead is not None and mi.shape[:-1] != lead):
+        of = "" if lead is None else f" with [..., N] = {tuple(lead)}, that of entropy"
+        raise ValueError(f"{op}: mi must be [..., N, N]{of}, got {check.describe(mi)}")
+    return mi.reshape(check.batch_of(mi.shape[:-2]), *mi.shape[-2:])
+
+
+def _check_mask(op: str, mask: Tensor | None, lead: torch.Size) -> Tensor | None:
+    """As [B, N]; lead is [..., N]."""
+    if mask is None:
+        return None
+    check.of_kind(op, "mask", mask, torch.bool)
+    check.shape(op, "mask", mask, lead, "[..., N]")
+    return mask.reshape(check.batch_of(lead[:-1]), lead[-1])
+
+
+def _check_gamma(op: str, gamma: float | Tensor, lead: torch.Size) -> Tensor:
+    """As float64 [B] on the CPU; lead is [...]."""
+    batch = check.batch_of(lead)
+    if isinstance(gamma, Tensor):
+        check.floating(op, "gamma", gamma)
+        check.shape(op, "gamma", gamma, lead, "[...], one a sequence,")
+        return gamma.detach().to(device="cpu", dtype=torch.float64).reshape(batch)
+    if check.number(op, "gamma", gamma) < 0:
+        raise ValueError(f"{op}: gamma must be at least 0, got {gamma!r}")
+    return torch.full((batch,), float(gamma), dtype=torch.float64)
+
+
+def _refuse_bad_gamma(op: str, gamma: Tensor) -> None:
+    bad = ~(gamma >= 0)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(f"{op}: gamma must be at least 0, got {float(gamma[row])} at batch {row}")
+
+
+def _check_limit(op: str, limit: int | None) -> None:
+    if limit is not None:
+        check.whole(op, "limit", limit, 1)
+
+
+def _empty_selection(entropy: Tensor) -> tuple[Tensor, Tensor]:
+    return entropy.new_empty(entropy.shape, dtype=torch.bool), entropy.new_empty(entropy.shape[:1], dtype=torch.float64)
+
+
+def _selection(flat: tuple[Tensor, Tensor], lead: torch.Size) -> Selection:
+    selected, spent = flat
+    return Selection(selected.reshape(lead), spent.reshape(lead[:-1]))
+
+
+def select_budget(
+    entropy: Tensor,
+    mi: Tensor,
+    *,
+    gamma: float | Tensor,
+    lam: float = 1.0,
+    entropy_weight: float = 1.0,
+    order: str = "entropy",
+    mask: Tensor | None = None,
+    limit: int | None = None,
+    backend: str | None = None,
+) -> Selection:
+    """Positions whose costs fit in a budget together, each counting its dependence on those chosen before.
+
+    cost_i = entropy_weight * H_i + lam * sum_{j chosen before i} max(mi[i, j], 0)
+
+    In the order of entropy (or of current cost), a position whose cost fits in what is left of gamma is taken. The first is taken
+    whatever it costs, so a decoding loop always ends.
+
+    Args:
+        entropy: [..., N] floating, nats.
+        mi: [..., N, N] floating, nats; row i is what position i pays. The diagonal is not read.
+        gamma: the budget, nats: a number or a tensor [...], one a sequence. May be inf.
+        lam: weight of the MI, finite, at least 0.
+        entropy_weight: weight of the entropy, finite, at least 0. 1 where the most likely token is taken (an uncertain one may
+            be wrong); 0 where tokens are sampled (only dependence is an error).
+        order: "entropy", ascending, those that do not fit are skipped; "cheapest", always the one of least current cost, until it does not fit.
+        mask: [..., N] bool, True = masked (may be chosen); None = all.
+        limit: at most so many positions a sequence, at least 1.
+        backend: "triton", "cpp", "torch" or None.
+
+    Returns:
+        Selection(selected [..., N] bool, spent [...] float64). Nothing is selected where nothing is masked.
+
+    Raises:
+        TypeError: a tensor is not floating, mask is not bool.
+        ValueError: shapes do not match, an option is out of range, tensors are on several devices, gamma is NaN or negative, or an
+            entropy or MI of masked positions is NaN; the first is named.
+        UnsupportedError: the backend named cannot run this call.
+
+    Numerics:
+        Costs in float64, MI added in the order chosen, no fused multiply-add: the same selection bit for bit on every backend.
+        Ties go to the lower index. inf is a cost that never fits; a weight of 0 makes its term 0, also for inf.
+
+    Example:
+        >>> import torch
+        >>> from mdmi_fast import ops
+        >>> entropy = torch.tensor([0.1, 0.2, 0.3])
+        >>> mi = torch.tensor([[0.0, 0.5, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.0]])
+        >>> ops.select_budget(entropy, mi, gamma=0.5).selected
+        tensor([ True, False,  True])
+    """
+    op = "select_budget"
+    h, m = _check_entropy(op, entropy), _check_mi(op, mi, entropy.shape)
+    check.same_device(op, entropy=entropy, mi=mi, mask=mask)
+    check.one_of(op, "order", order, ("entropy", "cheapest"))
+    _check_limit(op, limit)
+    budget = _check_gamma(op, gamma, entropy.shape[:-1])
+    lam, entropy_weight = check.weight(op, "lam", lam), check.weight(op, "entropy_weight", entropy_weight)
+    masked = _check_mask(op, mask, entropy.shape)
+    return _selection(_select_budget(h, m, budget, lam, entropy_weight, order, masked, limit, backend), entropy.shape)
+
+
+@torch.library.custom_op("mdmi_fast::select_budget", mutates_args=())
+def _select_budget(
+    entropy: Tensor,
+    mi: Tensor,
+    gamma: Tensor,
+    lam: float,
+    entropy_weight: float,
+    order: str,
+    mask: Tensor | None,
+    limit: int | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    _refuse_bad_gamma("select_budget", gamma)
+    args = (entropy, mi, gamma, lam, entropy_weight, order, mask, limit)
+    return call("select", "select_budget", backend, [entropy, mi], None, *args)  # type: ignore[no-any-return]
+
+
+@_select_budget.register_fake
+def _(
+    entropy: Tensor,
+    mi: Tensor,
+    gamma: Tensor,
+    lam: float,
+    entropy_weight: float,
+    order: str,
+    mask: Tensor | None,
+    limit: int | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    return _empty_selection(entropy)
+
+
+def select_threshold(
+    entropy: Tensor,
+    mi: Tensor,
+    *,
+    tau: float,
+    mask: Tensor | None = None,
+    limit: int | None = None,
+    backend: str | None = None,
+) -> Selection:
+    """Positions that are pairwise nearly independent, most certain first.
+
+    i joins if max(mi[i, j], mi[j, i]) < tau for every j chosen before
+
+    Args:
+        entropy: [..., N] floating, nats; gives the order, ascending.
+        mi: [..., N, N] floating, nats. The diagonal is not read.
+        tau: the threshold, nats, not NaN.
+        mask: [..., N] bool, True = masked (may be chosen); None = all.
+        limit: at most so many positions a sequence, at least 1.
+        backend: "triton", "cpp", "torch" or None.
+
+    Returns:
+        Selection(selected [..., N] bool, spent [...] float64): spent is the MI, max(mi[i, j], 0), of each chosen i with those chosen before it.
+
+    Raises:
+        TypeError: a tensor is not floating, mask is not bool.
+        ValueError: shapes do not match, an option is out of range, tensors are on several devices, or an entropy or MI of masked
+            positions is NaN; the first is named.
+        UnsupportedError: the backend named cannot run this call.
+
+    Numerics:
+        Compared as they are, summed in float64; ties go to the lower index. The first is always taken.
+
+    Example:
+        >>> import torch
+        >>> from mdmi_fast import ops
+        >>> mi = torch.tensor([[0.0, 0.5, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.0]])
+        >>> ops.select_threshold(torch.tensor([0.1, 0.2, 0.3]), mi, tau=0.1).selected
+        tensor([ True, False,  True])
+    """
+    op = "select_threshold"
+    h, m = _check_entropy(op, entropy), _check_mi(op, mi, entropy.shape)
+    check.same_device(op, entropy=entropy, mi=mi, mask=mask)
+    _check_limit(op, limit)
+    tau, masked = check.number(op, "tau", tau), _check_mask(op, mask, entropy.shape)
+    return _selection(_select_threshold(h, m, tau, masked, limit, backend), entropy.shape)
+
+
+@torch.library.custom_op("mdmi_fast::select_threshold", mutates_args=())
+def _select_threshold(
+    entropy: Tensor, mi: Tensor, tau: float, mask: Tensor | None, limit: int | None, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    args = (entropy, mi, tau, mask, limit)
+    return call("select", "select_threshold", backend, [entropy, mi], None, *args)  # type: ignore[no-any-return]
+
+
+@_select_threshold.register_fake
+def _(
+    entropy: Tensor, mi: Tensor, tau: float, mask: Tensor | None, limit: int | None, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    return _empty_selection(entropy)
+
+
+def color(mi: Tensor, *, tau: float, mask: Tensor | None = None, backend: str | None = None) -> Tensor:
+    """Groups of positions without strong pairs inside: a colouring of the graph of strong pairs.
+
+    edge where max(mi[i, j], mi[j, i]) >= tau; Welsh-Powell: by degree descending, each takes the smallest free colour
+
+    Args:
+        mi: [..., N, N] floating, nats. The diagonal is not read.
+        tau: the threshold, nats, not NaN.
+        mask: [..., N] bool, True = masked (is coloured); None = all.
+        backend: "triton", "cpp", "torch" or None.
+
+    Returns:
+        [..., N] int64, the group of every position from 0, -1 at unmasked ones.
+
+    Raises:
+        TypeError: mi is not floating, mask is not bool.
+        ValueError: shapes do not match, tau is NaN, tensors are on several devices, or an MI of masked positions is NaN; the first is
+            named.
+        UnsupportedError: the backend named cannot run this call.
+
+    Numerics:
+        Compared as they are; ties in degree go to the lower index.
+
+    Example:
+        >>> import torch
+        >>> from mdmi_fast import ops
+        >>> mi = torch.tensor([[0.0, 0.5, 0.0], [0.5, 0.0, 0.0], [0.0, 0.0, 0.0]])
+        >>> ops.color(mi, tau=0.1)
+        tensor([0, 1, 0])
+    """
+    op = "color"
+    m = _check_mi(op, mi)
+    check.same_device(op, mi=mi, mask=mask)
+    masked = _check_mask(op, mask, mi.shape[:-1])
+    return _color(m, check.number(op, "tau", tau), masked, backend).reshape(mi.shape[:-1])  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("mdmi_fast::color", mutates_args=())
+def _color(mi: Tensor, tau: float, mask: Tensor | None, backend: str | None) -> Tensor:
+    return call("select", "color", backend, [mi], None, mi, tau, mask)  # type: ignore[no-any-return]
+
+
+@_color.register_fake
+def _(mi: Tensor, tau: float, mask: Tensor | None, backend: str | None) -> Tensor:
+    return mi.new_empty(mi.shape[:2], dtype=torch.int64)
+
+
+def score_and_select(
+    entropy: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    w_out: Tensor,
+    b_out: Tensor | float,
+    *,
+    gamma: float | Tensor,
+    lam: float = 1.0,
+    entropy_weight: float = 1.0,
+    mask: Tensor | None = None,
+    combine: str = "add",
+    symmetry: str = "mean",
+    activation: str = "identity",
+    precision: str | None = None,
+    limit: int | None = None,
+    prepared: PreparedPairwise | None = None,
+    backend: str | None = None,
+) -> Selection:
+    """`pairwise_mlp` and then `select_budget` in the order of entropy, scoring only pairs that can matter.
+
+    A position with entropy_weight * H_i > gamma can never join after the first, and rows are needed of chosen positions only.
+
+    Args:
+        entropy: [..., N] floating, nats.
+        u: [..., N, H1], as in `pairwise_mlp`, like the network and its options.
+        v: [..., N, H1].
+        weights: the dense layers.
+        biases: their biases.
+        w_out: the output layer.
+        b_out: its bias.
+        gamma: as in `select_budget`, like lam, entropy_weight and limit.
+        lam: weight of the MI.
+        entropy_weight: weight of the entropy.
+        mask: [..., N] bool, True = masked; None = all.
+        combine: "add" or "mul".
+        symmetry: "none", "mean" or "upper".
+        activation: "identity" or "softplus".
+        precision: of the dense layers, or None.
+        limit: at most so many positions a sequence.
+        prepared: of `prepare_pairwise`, or None.
+        backend: "triton", "cpp", "torch" or None.
+
+    Returns:
+        Selection(selected [..., N] bool, spent [...] float64).
+
+    Raises:
+        TypeError: as `pairwise_mlp` and `select_budget`.
+        ValueError: as `pairwise_mlp` and `select_budget`; a NaN score is an error where it is needed.
+        UnsupportedError: the backend named cannot run this call.
+
+    Numerics:
+        Scores as `pairwise_mlp` on the same backend, costs as `select_budget`: the same answer as both in turn. No gradient.
+
+    Example:
+        >>> import torch
+        >>> from mdmi_fast import ops
+        >>> h = torch.tensor([[1.0], [2.0], [0.0]])
+        >>> entropy = torch.tensor([0.1, 0.2, 0.3])
+        >>> ops.score_and_select(entropy, h, h, [], [], torch.ones(1), 0.0, gamma=0.5, combine="mul").selected
+        tensor([ True, False,  True])
+    """
+    op = "score_and_select"
+    h = _check_entropy(op, entropy)
+    with torch.no_grad():
+        pairs = check_pairs(
+            op, u, v, weights, biases, w_out, b_out, mask, combine, symmetry, activation, precision, prepared, backend
+        )
+    if u.shape[:-1] != entropy.shape:
+        raise ValueError(f"{op}: u must be [..., N, H1] with [..., N] that of entropy, got {check.describe(u)}")
+    check.same_device(op, entropy=entropy, u=u)
+    _check_limit(op, limit)
+    budget = _check_gamma(op, gamma, entropy.shape[:-1])
+    lam, entropy_weight = check.weight(op, "lam", lam), check.weight(op, "entropy_weight", entropy_weight)
+    args = (h, *pairs.operands, budget, lam, entropy_weight, *pairs.options, limit)
+    with torch.no_grad():
+        if prepared is None:
+            flat = _score_and_select(*args, pairs.backend)
+        else:
+            flat = _run_score_and_select(args, pairs.backend, pairs.packed)
+    return _selection(flat, entropy.shape)
+
+
+@torch.library.custom_op("mdmi_fast::score_and_select", mutates_args=())
+def _score_and_select(
+    entropy: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    gamma: Tensor,
+    lam: float,
+    entropy_weight: float,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+    limit: int | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    network = (list(weights), list(biases), w_out, b_out)
+    weighting = (gamma, lam, entropy_weight)
+    args = (entropy, u, v, *network, *weighting, mask, combine, symmetry, activation, precision, limit)
+    return _run_score_and_select(args, backend, None)
+
+
+@_score_and_select.register_fake
+def _(entropy: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return _empty_selection(entropy)
+
+
+def _run_score_and_select(args: tuple[Any, ...], backend: str | None, packed: object) -> tuple[Tensor, Tensor]:
+    entropy, u, v, weights, biases, w_out, b_out, gamma = args[:8]
+    _refuse_bad_gamma("score_and_select", gamma)
+    tensors = [entropy, u, v, *weights, *biases, w_out, b_out]
+    precision = args[-2]
+    return call("select", "score_and_select", backend, tensors, precision, *args, packed)  # type: ignore[no-any-return]

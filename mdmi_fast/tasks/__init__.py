@@ -1,0 +1,1 @@
+"""The tasks of the demo: data, model and score of each."""

@@ -1,0 +1,68 @@
+"""The estimator of the Sudoku task: like the network, it does not care which digit is called what."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mdmi_fast.estimator.network import Head, PairScorer
+from mdmi_fast.tasks.sudoku.model import DIGITS, HIDDEN_WIDTH, POSITION_WIDTH, WIDTH
+
+
+class SudokuMIEstimator(PairScorer):
+    """Two cells are compared digit by digit: sum over digits d of phi(cell i, d) * phi(cell j, d), then dense layers.
+
+    phi sees one digit's vector, its probability and the cell's entropy, with weights shared by all digits. The one-hot
+    position codes of both cells are multiplied too, which tells whether they share a row, a column or a box.
+
+    Args:
+        features: numbers per digit that enter the product.
+        stem: hidden width of phi.
+        layers: widths of the dense layers.
+    """
+
+    architecture = "sudoku"
+    combine = "mul"
+    symmetry = "upper"  # both halves are the same, so f is symmetric and half of the pairs is enough
+
+    def __init__(self, features: int = 8, stem: int = 32, layers: tuple[int, ...] | list[int] = (32, 16)) -> None:
+        super().__init__(HIDDEN_WIDTH)
+        if not layers or min(features, stem, *layers) < 1:
+            raise ValueError(
+                f"SudokuMIEstimator: features, stem and layers must be at least 1, got {features}, {stem}, {layers}"
+            )
+        self.features, self.stem_width, self.layers = features, stem, tuple(layers)
+        self.stem = nn.Sequential(nn.Linear(WIDTH + 3, stem), nn.ReLU(), nn.Linear(stem, features))
+        self.same_digit = nn.Linear(features, layers[0])
+        self.same_unit = nn.Parameter(0.1 * torch.randn(3, layers[0]))
+        self.dense = nn.ModuleList(nn.Linear(a, b) for a, b in zip(layers[:-1], layers[1:], strict=True))
+        self.last = nn.Linear(layers[-1], 1)
+        nn.init.constant_(self.last.bias, -3.0)
+
+    def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        states, logp, codes = hidden.split([DIGITS * WIDTH, DIGITS, POSITION_WIDTH], dim=-1)
+        p = logp.exp()
+        surprise = -p * logp.clamp(min=-50.0)
+        entropy = surprise.sum(-1, keepdim=True).expand_as(p)
+        inputs = torch.cat([states.unflatten(-1, (DIGITS, WIDTH)), torch.stack([p, surprise, entropy], -1)], -1)
+        u = torch.cat([self.stem(inputs).flatten(-2), codes], -1)
+        return u, u
+
+    def head(self) -> Head:
+        shared = self.same_digit.weight.t().repeat(DIGITS, 1)
+        units = self.same_unit.repeat_interleave(DIGITS, dim=0)
+        weights = [torch.cat([shared, units]), *(layer.weight.t() for layer in self.dense)]
+        biases = [self.same_digit.bias, *(layer.bias for layer in self.dense)]
+        return Head(weights, biases, self.last.weight[0], self.last.bias[0])
+
+    def configuration(self) -> dict[str, Any]:
+        return {"features": self.features, "stem": self.stem_width, "layers": list(self.layers)}
+
+    @classmethod
+    def shipped(cls) -> SudokuMIEstimator:
+        """The estimator that comes with the package."""
+        with as_file(files(__package__) / "weights" / "estimator") as folder:
+            return cls.from_pretrained(folder)

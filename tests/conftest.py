@@ -1,0 +1,62 @@
+"""Fixed seeds, uninitialised memory full of NaN, and a backend to run on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+from mdmi_fast.ops import _dispatch
+
+hypothesis.settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],  # the backend fixture is a constant
+)
+hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - the global state is what a test might use by accident
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _empty_is_nan() -> Iterator[None]:
+    """Deterministic mode fills torch.empty with NaN, so that an element nobody writes shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _stem(op: str) -> str:
+    return next(stem for stem, ops in _dispatch.OPS.items() if op.removesuffix("_backward") in ops)
+
+
+@pytest.fixture(params=["torch", "cpp"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that can run on this machine the ops that the test names with `@pytest.mark.op`."""
+    name: str = request.param
+    for mark in request.node.iter_markers("op"):
+        for op in mark.args:
+            reasons = _dispatch._missing(name, _stem(op), op, "cpu")
+            if reasons:
+                pytest.skip(f"{name}: {op} {reasons[0]}")
+    return name
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """More threads than one, where results must not depend on them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,95 @@
+"""Importing is free: no driver, no Triton, no extension needed, no change to floating point."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import mdmi_fast
+
+
+def python(code: str, **environment: str) -> str:
+    """Output of a fresh interpreter that treats warnings as errors."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_ops_touches_neither_a_driver_nor_triton() -> None:
+    python(
+        """
+        import sys
+        import torch
+        before = set(sys.modules)
+        import mdmi_fast
+        import mdmi_fast.ops
+        new = set(sys.modules) - before
+        assert not torch.cuda.is_initialized()
+        assert not any(name.split(".")[0] == "triton" for name in new), sorted(new)
+        assert not any(name.startswith(("mdmi_fast.kernels", "matplotlib", "transformers")) for name in new), sorted(new)
+        """
+    )
+
+
+def test_importing_does_not_flush_denormals() -> None:
+    code = """
+        import mdmi_fast, torch
+        from mdmi_fast import ops
+        ops.entropy(torch.zeros(3, 4))
+        ops.select_budget(torch.zeros(3), torch.zeros(3, 3), gamma=1.0)
+        assert 5e-324 != 0.0 and 5e-324 / 1.0 > 0.0
+        assert float(torch.tensor(1e-45)) != 0.0
+        print("alive")
+        """
+    assert python(code, MDMI_BACKEND=os.environ.get("MDMI_BACKEND", "")).strip() == "alive"
+
+
+def test_works_without_the_extension_and_without_triton() -> None:
+    code = """
+        import sys, warnings
+        sys.modules["mdmi_fast._C"] = None
+        sys.modules["triton"] = None
+        import torch
+        from mdmi_fast import ops
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                ops.entropy(torch.zeros(3, 4))
+                ops.select_budget(torch.zeros(3), torch.zeros(3, 3), gamma=1.0)
+        print(len([w for w in said if "slower torch backend" in str(w.message)]))
+        try:
+            ops.entropy(torch.zeros(3), backend="cpp")
+        except ops._dispatch.UnsupportedError as error:
+            print(error.reasons[1].startswith("cpp: cannot be imported"))
+        """
+    assert python(code, MDMI_BACKEND="").split() == ["1", "True"]
+
+
+@pytest.mark.parametrize("name", mdmi_fast.__all__)
+def test_public_names_are_there(name: str) -> None:
+    assert getattr(mdmi_fast, name) is not None
+
+
+def test_decode_is_the_function_whatever_is_imported() -> None:
+    code = """
+        import mdmi_fast.decode.loop
+        from mdmi_fast.decode import TopK
+        import mdmi_fast
+        print(mdmi_fast.decode.__name__, mdmi_fast.TopK is TopK)
+        """
+    assert python(code).split() == ["decode", "True"]
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="module 'mdmi_fast' has no attribute 'nothing'"):
+        mdmi_fast.nothing  # noqa: B018 - the access is the test
