@@ -9,6 +9,8 @@
 #include <tuple>
 
 #include "kernels.hpp"
+#include "pairwise.hpp"
+#include "score_and_select.hpp"
 #include "select.hpp"
 #include "stats.hpp"
 #include "sudoku.hpp"
@@ -69,6 +71,25 @@ mdmi::StatsOut stats_out(const std::array<uintptr_t, 5>& out) {
   to.token = pointer<int64_t>(out[3]);
   to.margin = pointer<float>(out[4]);
   return to;
+}
+
+// u, v as (address, dtype code, strides), then (batch, n, width) and the mask.
+using HalfIn = std::tuple<uintptr_t, int, Strides2>;
+using HalvesIn = std::tuple<HalfIn, HalfIn, std::tuple<int64_t, int64_t, int64_t>, uintptr_t, Strides2>;
+using RuleIn = std::tuple<int, bool, bool>;  // symmetry, multiply, softplus
+
+mdmi::Halves halves(const HalvesIn& in) {
+  const auto& [u, v, shape, mask, mask_strides] = in;
+  const auto& [u_data, u_dtype, u_strides] = u;
+  const auto& [v_data, v_dtype, v_strides] = v;
+  return {pointer<void>(u_data),     pointer<void>(v_data),     Dtype(u_dtype),         Dtype(v_dtype),
+          std::get<0>(u_strides),    std::get<1>(u_strides),    std::get<0>(v_strides), std::get<1>(v_strides),
+          std::get<0>(shape),        std::get<1>(shape),        std::get<2>(shape),     pointer<uint8_t>(mask),
+          std::get<0>(mask_strides), std::get<1>(mask_strides)};
+}
+
+mdmi::PairRule pair_rule(const RuleIn& in) {
+  return {mdmi::Symmetry(std::get<0>(in)), std::get<1>(in), std::get<2>(in)};
 }
 
 }  // namespace
@@ -162,4 +183,41 @@ PYBIND11_MODULE(_C, m) {
     py::gil_scoped_release unlocked;
     mdmi::mixture_entropy_backward(stack(logits), width, pointer<double>(grad), rows_out(d_logits), threads);
   });
+
+  py::class_<mdmi::PackedNetwork>(m, "PackedNetwork")
+      .def(py::init([](const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>>& layers, uintptr_t w_out,
+                       int64_t last_width, float b_out, bool bf16) {
+        std::vector<mdmi::LayerWeights> weights;
+        for (const auto& [weight, bias, in, out] : layers)
+          weights.push_back({pointer<float>(weight), pointer<float>(bias), in, out});
+        return std::make_unique<mdmi::PackedNetwork>(weights, pointer<float>(w_out), last_width, b_out, bf16);
+      }));
+  m.def("score_all", [](const mdmi::PackedNetwork& network, const HalvesIn& in, const RuleIn& rule, uintptr_t out,
+                        int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::score_all(network, halves(in), pair_rule(rule), pointer<float>(out), threads);
+  });
+  m.def("score_rows", [](const mdmi::PackedNetwork& network, const HalvesIn& in, const RuleIn& rule, uintptr_t rows,
+                         int64_t n_rows, uintptr_t out, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::score_rows(network, halves(in), pair_rule(rule), pointer<int64_t>(rows), n_rows, pointer<float>(out),
+                     threads);
+  });
+  m.def("score_band", [](const mdmi::PackedNetwork& network, const HalvesIn& in, const RuleIn& rule, int64_t window,
+                         uintptr_t out, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::score_band(network, halves(in), pair_rule(rule), window, pointer<float>(out), threads);
+  });
+  m.def("score_and_select",
+        [](const mdmi::PackedNetwork& network, const HalvesIn& in, const RuleIn& rule, uintptr_t entropy,
+           int entropy_dtype, Strides2 entropy_strides, uintptr_t gamma, double lam, double entropy_weight,
+           int64_t limit, uintptr_t selected, uintptr_t spent, int threads) {
+          py::gil_scoped_release unlocked;
+          const auto& [u, v, shape, mask, mask_strides] = in;
+          const mdmi::Positions masked = positions({std::get<0>(shape), std::get<1>(shape)}, entropy, entropy_dtype,
+                                                   entropy_strides, mask, mask_strides);
+          return mdmi::score_and_select(network, halves(in), pair_rule(rule), masked,
+                                        {pointer<double>(gamma), lam, entropy_weight, false, limit},
+                                        pointer<uint8_t>(selected), pointer<double>(spent), threads);
+        });
 }

@@ -17,6 +17,7 @@ namespace mdmi::avx2 {
 namespace {
 
 constexpr int kLanes = 8;
+constexpr int kPairRows = 6;  // 16 registers: 2 * 6 sums and what feeds them
 using Vec = float __attribute__((vector_size(32)));
 using IVec = int32_t __attribute__((vector_size(32)));
 

@@ -17,6 +17,7 @@ namespace {
 }  // namespace
 }  // namespace mdmi::avx512bf16
 
+#define MDMI_BF16_DOT
 #define MDMI_ISA avx512bf16
 #include "kernels.inc"
 #include "target_end.inc"

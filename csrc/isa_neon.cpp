@@ -12,6 +12,7 @@ namespace mdmi::neon {
 namespace {
 
 constexpr int kLanes = 4;
+constexpr int kPairRows = 12;  // 32 registers: 2 * 12 sums and what feeds them
 using Vec = float __attribute__((vector_size(16)));
 using IVec = int32_t __attribute__((vector_size(16)));
 

@@ -9,6 +9,7 @@ namespace mdmi::scalar {
 namespace {
 
 constexpr int kLanes = 4;
+constexpr int kPairRows = 6;  // 16 registers: 2 * 6 sums and what feeds them
 using Vec = float __attribute__((vector_size(16)));
 using IVec = int32_t __attribute__((vector_size(16)));
 

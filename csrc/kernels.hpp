@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "pair_network.hpp"
 #include "rows.hpp"
 #include "sudoku.hpp"
 
@@ -24,6 +25,14 @@ struct Kernels {
   void (*finish_row)(const RowState& state, int64_t row, const StatsOut& out);
   void (*stats_backward)(const Rows& logits, int64_t width, int64_t begin, int64_t end, const StatsGrad& grad,
                          const RowsOut& d_logits);
+
+  // pair_rows pairs at a time; left and right point to rows of u and v, scratch holds 2 * pair_rows * widest floats.
+  int pair_rows;
+  int64_t (*slots_of)(int64_t n, bool bf16);
+  // W [in, out] as slots_of(in) * (out filled up to whole vectors) floats; in bfloat16 two rows may share a float.
+  void (*pack_layer)(const float* weight, int64_t in, int64_t out, bool bf16, float* panels);
+  void (*pair_scores)(const PairNetwork& net, const float* const* left, const float* const* right, float* scores,
+                      float* scratch);
 
   // q_top, q_log_sum: what row_stats says of q.
   void (*kl_rows)(const Rows& p, const Rows& q, int64_t width, int64_t begin, int64_t end, const double* q_top,

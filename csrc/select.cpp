@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -34,23 +33,8 @@ MiRow<M> mi_row(const MiMatrix& mi, int64_t b) {
 }
 
 struct NanAt {
-  int64_t i = -1, j = -1;  // j is -1 where the entropy of i is meant
+  int64_t i = -1, j = -1;
 };
-
-[[noreturn]] void throw_nan(const std::string& op, int64_t batch, NanAt at) {
-  const std::string where = "got NaN at batch " + std::to_string(batch) + ", ";
-  if (at.j < 0)
-    throw std::invalid_argument(op + ": entropy must not be NaN at masked positions, " + where + "position " +
-                                std::to_string(at.i));
-  throw std::invalid_argument(op + ": mi must not be NaN between masked positions, " + where + "positions " +
-                              std::to_string(at.i) + " and " + std::to_string(at.j));
-}
-
-NanAt first_nan_entropy(const std::vector<Candidate>& masked) {
-  for (const Candidate& c : masked)
-    if (c.entropy != c.entropy) return {c.index, -1};
-  return {};
-}
 
 bool may_hold_nan(const float* row, int64_t stride, int64_t n) { return stride != 1 || kernels().any_nan_f32(row, n); }
 bool may_hold_nan(const double*, int64_t, int64_t) { return true; }
@@ -73,11 +57,7 @@ template <class M>
 std::vector<std::vector<Candidate>> checked_positions(const char* op, const Positions& positions, const MiMatrix& mi,
                                                       int threads) {
   std::vector<std::vector<Candidate>> masked(static_cast<size_t>(positions.batch));
-  std::vector<NanAt> entropy_nan(masked.size());
-  for (size_t b = 0; b < masked.size(); ++b) {
-    masked_positions(positions, int64_t(b), masked[b]);
-    entropy_nan[b] = first_nan_entropy(masked[b]);
-  }
+  for (size_t b = 0; b < masked.size(); ++b) masked_positions(positions, int64_t(b), masked[b]);
   const int64_t scans = (positions.n + kScanRows - 1) / kScanRows;
   std::vector<NanAt> mi_nan(static_cast<size_t>(positions.batch * scans));
   parallel_for(positions.batch * scans, threads, [&](int64_t task, int) {
@@ -86,9 +66,9 @@ std::vector<std::vector<Candidate>> checked_positions(const char* op, const Posi
     if (begin < end) mi_nan[size_t(task)] = first_nan_mi(mi_row<M>(mi, task / scans), row, begin, end);
   });
   for (int64_t b = 0; b < positions.batch; ++b) {
-    if (entropy_nan[size_t(b)].i >= 0) throw_nan(op, b, entropy_nan[size_t(b)]);
+    check_entropy(op, b, masked[size_t(b)]);
     for (int64_t scan = b * scans; scan < (b + 1) * scans; ++scan)
-      if (mi_nan[size_t(scan)].i >= 0) throw_nan(op, b, mi_nan[size_t(scan)]);
+      if (mi_nan[size_t(scan)].i >= 0) throw nan_in_mi(op, b, mi_nan[size_t(scan)].i, mi_nan[size_t(scan)].j);
   }
   return masked;
 }
@@ -114,8 +94,7 @@ double budget_by_entropy(const MiRow<M>& mi, std::vector<Candidate>& candidates,
   const auto own_cost = [&](const Candidate& c) { return weighted(rule.entropy_weight, c.entropy); };
   taken.take(first.index, own_cost(first));
   double remaining = gamma - taken.spent;
-  const auto hopeless = [&](const Candidate& c) { return c.index == first.index || own_cost(c) > remaining; };
-  candidates.erase(std::remove_if(candidates.begin(), candidates.end(), hopeless), candidates.end());
+  keep_hopeful(candidates, first, remaining, own_cost);
 
   // Four candidates at a time: each sum must run in order, so one alone would wait for every addition.
   constexpr size_t kTogether = 4;

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "select.hpp"
@@ -33,8 +35,32 @@ inline void masked_positions(const Positions& positions, int64_t b, std::vector<
   }
 }
 
+inline std::string got_nan_at(int64_t batch) { return "got NaN at batch " + std::to_string(batch) + ", position"; }
+
+inline std::invalid_argument nan_in_mi(const std::string& op, int64_t batch, int64_t i, int64_t j) {
+  return std::invalid_argument(op + ": mi must not be NaN between masked positions, " + got_nan_at(batch) + "s " +
+                               std::to_string(i) + " and " + std::to_string(j));
+}
+
+inline void check_entropy(const std::string& op, int64_t batch, const std::vector<Candidate>& masked) {
+  for (const Candidate& c : masked)
+    if (c.entropy != c.entropy)
+      throw std::invalid_argument(op + ": entropy must not be NaN at masked positions, " + got_nan_at(batch) + " " +
+                                  std::to_string(c.index));
+}
+
 // A weight of 0 switches its term off, also where the term is infinite.
 inline double weighted(double weight, double value) { return weight == 0.0 ? 0.0 : weight * value; }
+
+// What is left once `first` is taken: without those whose own cost alone exceeds what remains of the budget. Only where
+// no cost is negative, or else a later one might make room for them.
+template <class OwnCost>
+void keep_hopeful(std::vector<Candidate>& candidates, Candidate first, double remaining, OwnCost own_cost) {
+  const auto drop = [&](const Candidate& c) {
+    return c.index == first.index || (first.entropy >= 0.0 && own_cost(c) > remaining);
+  };
+  candidates.erase(std::remove_if(candidates.begin(), candidates.end(), drop), candidates.end());
+}
 
 // Sorts as far as it is read: a budget usually ends after a few of many positions.
 class AscendingOrder {

@@ -6,8 +6,6 @@ imports the package of the same name, because that is imported here first.
 
 from __future__ import annotations
 
-from typing import Any
-
 __version__ = "0.1.0"
 
 from mdmi_fast import ops
@@ -27,10 +25,9 @@ from mdmi_fast.decode import (
 from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.estimator import PairwiseMIEstimator, evaluate_estimator, load_estimator, train_estimator
 from mdmi_fast.labels import MILabels, label_mi
+from mdmi_fast.maps import dependency_graph, mi_map
 from mdmi_fast.models import MaskedModel, MaskedOutput, load_model
 from mdmi_fast.ops import Selection, TokenStats, get_num_threads, set_num_threads
-
-_MAPS = ("dependency_graph", "mi_map")
 
 __all__ = [
     "Confidence",
@@ -62,11 +59,3 @@ __all__ = [
     "set_num_threads",
     "train_estimator",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MAPS:
-        from mdmi_fast import maps
-
-        return getattr(maps, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

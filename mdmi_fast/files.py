@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,21 +10,22 @@ from pathlib import Path
 
 @contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Give a temporary name in the folder of `path`; rename it to `path` if the block ends without an error."""
+    """Give a name in the folder of `path` to write to; what was written there becomes `path` if no error ends the block.
+
+    The name is `.NAME.RANDOM.SUFFIX` of NAME.SUFFIX. It is left behind only by a process that was killed.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "answer.txt"
+        >>> with replace_file(path) as temporary:
+        ...     characters = temporary.write_text("42")
+        >>> path.read_text()
+        '42'
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{path.suffix}")
     try:
         yield temporary
-        mode = 0o666 & ~_umask()
-        temporary.chmod(mode)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

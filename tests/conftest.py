@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mdmi_fast.ops import _dispatch
 
@@ -20,6 +24,9 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],  # the backend fixture is a constant
 )
 hypothesis.settings.load_profile("tests")
+
+# Test tensors are small, threads would mostly wait for each other. `two_threads` is for what depends on them.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +67,31 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+class _Allocations(TorchDispatchMode):
+    """Watches the storages that torch operations return."""
+
+    def __init__(self, inputs: Any) -> None:
+        super().__init__()
+        self.largest = 0
+        self.known = {t.untyped_storage().data_ptr() for t in tree_leaves(inputs) if isinstance(t, Tensor)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self.known:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return result
+
+
+@pytest.fixture
+def largest_allocation() -> Callable[..., int]:
+    """Runs a function of the torch backend and returns the bytes of the largest tensor it makes."""
+
+    def run(function: Callable[..., Any], *args: Any) -> int:
+        with _Allocations(args) as allocations:
+            function(*args)
+        return allocations.largest
+
+    return run

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mdmi_fast import ops, reference
+from mdmi_fast.eager import kl as eager
 
 INF = torch.inf
 KL = pytest.mark.op("kl_divergence", "kl_divergence_backward")
@@ -216,6 +217,14 @@ def test_the_mutual_information_of_a_joint_is_never_negative(
     # float32 rounding of two entropies up to log 12
     assert -2e-6 <= float(mixed - alone) <= math.log(n_vocabulary) + 2e-6
     assert float(ops.expected_kl(logits, weights, logits[0], backend=backend)) >= 0
+
+
+def test_no_temporary_grows_with_the_alternatives(largest_allocation) -> None:
+    # the logits take 12 MB, one alternative's rows 0.6 MB
+    logits, weights, base = alternatives(20, 1600, n_vocabulary=96)
+    assert largest_allocation(eager.expected_entropy, logits, weights) <= 1 << 20
+    assert largest_allocation(eager.expected_kl, logits, weights, base) <= 1 << 20
+    assert largest_allocation(eager.mixture_entropy, logits, weights) <= 1 << 20
 
 
 def test_the_registrations_are_sound() -> None:

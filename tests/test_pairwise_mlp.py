@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import mdmi_fast
 from mdmi_fast import ops, reference
+from mdmi_fast.eager import pairwise as eager
 
 FORWARD = pytest.mark.op("pairwise_mlp", "pairwise_mlp_rows", "pairwise_mlp_band")
 BACKWARD = pytest.mark.op("pairwise_mlp_backward", "pairwise_mlp_rows_backward", "pairwise_mlp_band_backward")
@@ -195,9 +197,13 @@ def test_bf16_rounds_the_operands_of_the_dense_layers_only(backend: str) -> None
 
 @FORWARD
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_other_dtypes(dtype: torch.dtype, backend: str) -> None:
+def test_other_dtypes(dtype: torch.dtype, backend: str | None) -> None:
     u, v = halves(2, 9, 16, dtype=dtype)
     head = network(16, (8,), dtype)
+    if dtype == torch.float64 and backend == "cpp":
+        with pytest.raises(mdmi_fast.UnsupportedError, match=r"cpp: .*float64"):
+            ops.pairwise_mlp(u, v, *head, backend=backend)
+        backend = None  # which then is one that can
     got = ops.pairwise_mlp(u, v, *head, precision="fp32", backend=backend)
     expected = reference.pairwise_mlp(u.double(), v.double(), *in_float64(head))
     torch.testing.assert_close(got.double(), expected, **CLOSE)
@@ -325,6 +331,8 @@ def test_prepared_weights_score_the_same_and_are_refused_when_stale(backend: str
         ops.pairwise_mlp(u, v, *head, prepared=prepared, precision="bf16")
     with pytest.raises(ValueError, match="it made of others"):
         ops.pairwise_mlp(u, v, [w.clone() for w in weights], biases, w_out, bias, prepared=prepared)
+    with pytest.raises(ValueError, match="it made of others"):
+        ops.pairwise_mlp(u, v, weights, biases, w_out, bias + 1, prepared=prepared)
     with pytest.raises(ValueError, match="prepared is for inference"):
         ops.pairwise_mlp(u.requires_grad_(), v, *head, prepared=prepared)
     weights[0].mul_(2)
@@ -342,6 +350,16 @@ def test_a_long_band_needs_little_memory() -> None:
         row = reference.pairwise_mlp(u[part], v[part], *head)[i - part.start]
         offset = part.start - i + 3
         torch.testing.assert_close(band[i, offset : offset + len(row)], row, **CLOSE)
+
+
+def test_no_temporary_grows_with_pairs_times_width(largest_allocation) -> None:
+    u, v = halves(1, 400, 64)
+    head = network(64, (48,))
+    # activations of all pairs would take 41 MB, the scores take 0.64 MB, a tile 1 MiB
+    options = (None, "add", "mean", "identity", "fp32")
+    assert largest_allocation(eager.pairwise_mlp, u, v, *head, *options) <= 1 << 20
+    grad = torch.randn(1, 400, 400)
+    assert largest_allocation(eager.pairwise_mlp_backward, grad, u, v, *head, *options) <= 1 << 20
 
 
 @pytest.mark.parametrize("layout", ["full", "rows", "band"])

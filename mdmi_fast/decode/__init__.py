@@ -15,6 +15,9 @@ from mdmi_fast.decode.policies import (
     Shuffled,
     Step,
     TopK,
+    needs_mi,
+    parse_policy,
+    policy_forms,
 )
 
 __all__ = [
@@ -34,5 +37,8 @@ __all__ = [
     "Step",
     "TopK",
     "decode",
+    "needs_mi",
+    "parse_policy",
+    "policy_forms",
     "sample",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from mdmi_fast import ops
 from mdmi_fast.decode.policies import Policy, Step
 from mdmi_fast.decode.randomness import draw_seeds, uniform
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.ops import TokenStats
 
 
 class PassRecord(NamedTuple):
@@ -71,23 +72,39 @@ def decode(
         policy: which positions to unmask in a pass.
         temperature: 0 writes the most probable token; above, tokens are drawn from softmax(logits / temperature).
             Policies always see the model's own logits.
-        generator: where the sequences' seeds come from; None: torch's own generator.
+        generator: where the sequences' seeds come from, one after the other; None: torch's own generator.
         seeds: [B] int64, one a sequence, instead of a generator.
         attention_mask: [B, N] bool, False at padding; padding is not decoded.
         trace: keep a record of every pass.
         progress: called with the number of sequences that a pass finished.
 
+    Returns:
+        DecodeResult. A sequence without a masked position comes back as it is, after 0 passes.
+
     Raises:
         ValueError: for shapes that do not fit, a negative or NaN temperature, logits that give no distribution at a
             masked position, or a policy that takes nothing.
+
+    Numerics:
+        Probabilities of a draw in float64.
+
+    Example:
+        >>> import torch
+        >>> from mdmi_fast import MIBudget, Probing, decode
+        >>> from mdmi_fast.models.exact import JointTable
+        >>> model = JointTable(torch.tensor([[0.6, 0.0], [0.0, 0.4]]))  # two bits that agree
+        >>> result = decode(model, torch.tensor([[2, 2], [2, 1]]), MIBudget(Probing(), gamma=0.1))
+        >>> result.tokens.tolist(), result.passes.tolist()
+        ([[0, 0], [1, 1]], [2, 1])
     """
     if tokens.ndim != 2 or tokens.dtype != torch.int64:
         raise ValueError(f"decode: tokens must be [B, N] int64, got shape {tuple(tokens.shape)} {tokens.dtype}")
     if not 0 <= temperature < torch.inf:
         raise ValueError(f"decode: temperature must be a finite number >= 0, got {temperature}")
-    if attention_mask is not None and attention_mask.shape != tokens.shape:
+    if attention_mask is not None and (attention_mask.shape != tokens.shape or attention_mask.dtype != torch.bool):
         raise ValueError(
-            f"decode: attention_mask must be {tuple(tokens.shape)} like tokens, got {tuple(attention_mask.shape)}"
+            f"decode: attention_mask must be {tuple(tokens.shape)} bool like tokens, "
+            f"got shape {tuple(attention_mask.shape)} {attention_mask.dtype}"
         )
     if seeds is None:
         seeds = draw_seeds(len(tokens), generator, tokens.device)
@@ -104,11 +121,17 @@ def decode(
     index = 0
     while len(active):
         state, mask = tokens[active], masked[active]
-        output = model(state) if attention_mask is None else model(state, attention_mask[active])
+        visible = None if attention_mask is None else attention_mask[active]
+        output = model(state) if visible is None else model(state, visible)
         stats = ops.token_stats(output.logits)
         _check_distributions(stats, mask, active)
-        step = Step(index, model=model, tokens=state, seeds=seeds[active])
+        step = Step(index, model=model, tokens=state, seeds=seeds[active], attention_mask=visible)
         selected, spent = policy.select(stats, output.hidden, mask, step)
+        if selected.shape != mask.shape or selected.dtype != torch.bool:
+            raise ValueError(
+                f"decode: the policy {policy!r} must select {tuple(mask.shape)} bool, "
+                f"got shape {tuple(selected.shape)} {selected.dtype}"
+            )
         selected = selected & mask
         if not bool(selected.any(dim=-1).all()):
             stuck = int(active[~selected.any(dim=-1)][0])
@@ -135,8 +158,18 @@ def decode(
 
 
 def sample(logits: Tensor, luck: Tensor, temperature: float) -> Tensor:
-    """Draw tokens [R] from softmax(logits [R, V] / temperature) by inverting the cumulative sum at luck [R] in [0, 1)."""
-    weight = ((logits - logits.amax(dim=-1, keepdim=True)).double() / temperature).exp()
+    """Draw tokens from softmax(logits / temperature) by inverting the cumulative sum, in float64.
+
+    Args:
+        logits: [R, V] float, not all -inf.
+        luck: [R] float64 in [0, 1).
+        temperature: above 0.
+
+    Returns:
+        [R] int64, never a token of probability 0.
+    """
+    logits = logits.double()
+    weight = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).exp()
     cumulative = weight.cumsum(dim=-1)
     target = luck.unsqueeze(-1) * cumulative[:, -1:]
     # The first token whose cumulative weight exceeds the target, which rounding may have carried to the very end: no
@@ -146,7 +179,7 @@ def sample(logits: Tensor, luck: Tensor, temperature: float) -> Tensor:
     return drawn.minimum(last).squeeze(-1)
 
 
-def _check_distributions(stats: Any, mask: Tensor, active: Tensor) -> None:
+def _check_distributions(stats: TokenStats, mask: Tensor, active: Tensor) -> None:
     broken = stats.entropy.isnan() & mask
     if bool(broken.any()):
         row, position = broken.nonzero()[0].tolist()

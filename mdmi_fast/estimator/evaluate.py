@@ -11,8 +11,8 @@ from torch import Tensor
 from mdmi_fast.labels import LabelSet, masked_pairs
 from mdmi_fast.models import MaskedModel
 
-BINS = (0.0, 0.1, 0.5, 1.0)
-"""Lower edges of the calibration bins of the label, nats."""
+BINS = (-torch.inf, 0.1, 0.5, 1.0)
+"""Lower edges of the calibration bins of the label, nats; labels of the "entropy" form may be negative."""
 
 
 class PairReport(NamedTuple):
@@ -23,7 +23,8 @@ class PairReport(NamedTuple):
         pearson: correlation of the values.
         spearman: correlation of their ranks (of 200,000 pairs drawn at random, where there are more).
         mean_absolute_error: nats.
-        calibration: mean absolute error of pairs whose label lies in [0, .1], [.1, .5], [.5, 1] and above; NaN if none.
+        calibration: mean absolute error of pairs whose label lies below .1, in [.1, .5), in [.5, 1) and above, nats; NaN
+            where there are none.
         tau: nats below which a pair counts as independent in the three rows that follow.
         precision: of the pairs predicted independent, the share that is.
         recall: of the independent pairs, the share predicted so.
@@ -49,7 +50,7 @@ def evaluate_estimator(
     tau: float = 0.01,
     batch_size: int = 64,
 ) -> PairReport:
-    """Compare an estimator's predictions with labels.
+    """Compare an estimator's predictions with labels, pair by pair (i < j, both masked).
 
     Args:
         estimator: hidden [B, N, D] and mask [B, N] to mutual information [B, N, N], nats.
@@ -58,10 +59,16 @@ def evaluate_estimator(
         tau: nats below which a pair counts as independent.
         batch_size: states at once.
 
+    Returns:
+        PairReport; a correlation is NaN where one side is constant, a share where it is one of nothing.
+
     Raises:
         ValueError: if the labels hold fewer than two masked pairs.
+
+    Numerics:
+        Sums in float64.
     """
-    predicted, actual = [], []
+    predicted, actual = [torch.zeros(0)], [torch.zeros(0)]
     upper = torch.ones(labels.mask.shape[1], labels.mask.shape[1]).triu(1).bool()
     with torch.no_grad():
         for first in range(0, len(labels.tokens), batch_size):
@@ -73,10 +80,8 @@ def evaluate_estimator(
     if len(p) < 2:
         raise ValueError(f"evaluate_estimator: labels must hold at least two masked pairs, got {len(p)}")
     error = (p - a).abs()
-    edges = [*BINS[1:], torch.inf]
     calibration = tuple(
-        float(error[(a >= low if low else torch.ones_like(a, dtype=torch.bool)) & (a < high)].mean())
-        for low, high in zip(BINS, edges, strict=True)
+        float(error[(a >= low) & (a < high)].mean()) for low, high in zip(BINS, (*BINS[1:], torch.inf), strict=True)
     )
     called, independent = p < tau, a < tau
     right = float((called & independent).sum())
@@ -98,6 +103,8 @@ def evaluate_estimator(
 
 def correlation(x: Tensor, y: Tensor) -> float:
     """Pearson's r of two float64 vectors; NaN where one is constant."""
+    if any(bool((z == z[0]).all()) for z in (x, y)):
+        return float("nan")
     x, y = x - x.mean(), y - y.mean()
     return float((x @ y) / (x.norm() * y.norm()))
 
@@ -105,5 +112,5 @@ def correlation(x: Tensor, y: Tensor) -> float:
 def _ranks(x: Tensor) -> Tensor:
     """Ranks with ties at their mean."""
     _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    return (ends - (counts - 1) / 2)[inverse]
+    ranks: Tensor = (counts.cumsum(0).double() - (counts - 1) / 2)[inverse]
+    return ranks

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -31,6 +32,14 @@ class Head:
     w_out: Tensor
     b_out: Tensor
 
+    @classmethod
+    def of(cls, dense: Iterable[nn.Module], last: nn.Linear) -> Head:
+        """The head made of linear layers."""
+        layers = [cast(nn.Linear, layer) for layer in dense]
+        return cls(
+            [layer.weight.t() for layer in layers], [layer.bias for layer in layers], last.weight[0], last.bias[0]
+        )
+
 
 class PairScorer(nn.Module):
     """A pair network that `ops.pairwise_mlp` can score: two halves per position, then dense layers on the pair.
@@ -40,8 +49,11 @@ class PairScorer(nn.Module):
     """
 
     architecture: ClassVar[str]
-    combine: ClassVar[str] | str
-    symmetry: ClassVar[str] | str
+    """Names the class in a saved configuration: "general", or the entry point it is registered as."""
+    combine: str
+    """Of `ops.pairwise_mlp`."""
+    symmetry: str
+    """Of `ops.pairwise_mlp`."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -53,7 +65,7 @@ class PairScorer(nn.Module):
         self._frozen: tuple[tuple[int, ...], Head, ops.PreparedPairwise] | None = None
 
     def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """u and v [B, N, H1] of hidden [B, N, D]."""
+        """The halves u and v [B, N, H1] of hidden [B, N, D], each row from its own hidden state alone."""
         raise NotImplementedError
 
     def head(self) -> Head:
@@ -68,7 +80,7 @@ class PairScorer(nn.Module):
         """Predicted mutual information of all masked pairs.
 
         Args:
-            hidden: [B, N, D] float, as the model gave it.
+            hidden: [B, N, D] float of any precision, as the model gave it.
             mask: [B, N] bool, True = masked.
 
         Returns:
@@ -94,7 +106,23 @@ class PairScorer(nn.Module):
         entropy_weight: float = 1.0,
         limit: int | None = None,
     ) -> ops.Selection:
-        """`ops.select_budget` on the predicted scores, computing only the pairs that can matter."""
+        """`ops.select_budget` on the predicted scores, computing only the pairs that can matter.
+
+        Args:
+            entropy: [B, N] float, nats.
+            hidden: [B, N, D], as for `forward`.
+            mask: [B, N] bool, True = masked.
+            gamma: as for `ops.select_budget`, like the rest.
+            lam: weight of the mutual information.
+            entropy_weight: weight of the entropy.
+            limit: most positions a sequence.
+
+        Returns:
+            Selection(selected [B, N] bool, spent [B] float64).
+
+        Raises:
+            ValueError: as `forward` and `ops.select_budget`.
+        """
         u, v = self._checked_halves(hidden)
         head, prepared = self._current_head()
         return ops.score_and_select(
@@ -123,7 +151,15 @@ class PairScorer(nn.Module):
                 f"{type(self).__name__}: hidden must be [B, N, {self.hidden_size}], as the estimator was trained, "
                 f"got shape {tuple(hidden.shape)}"
             )
-        return self.halves(hidden)
+        hidden = hidden.to(next(self.parameters()).dtype)
+        rows, fewest = hidden.shape[:-1].numel(), max(64, 8 * torch.get_num_threads())
+        if rows >= fewest:
+            return self.halves(hidden)
+        # A matrix product of a few rows rounds otherwise than one of many, and a sequence must not depend on its batch.
+        padded = F.pad(hidden.reshape(rows, -1), (0, 0, 0, fewest - rows))
+        u, v = self.halves(padded.unsqueeze(0))
+        left = u[0, :rows].reshape(*hidden.shape[:-1], u.shape[-1])
+        return left, left if v is u else v[0, :rows].reshape(left.shape)
 
     def _current_head(self) -> tuple[Head, ops.PreparedPairwise | None]:
         """The head; outside of training packed once and kept until a weight changes."""
@@ -144,7 +180,14 @@ class PairScorer(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write weights (safetensors) and configuration (JSON) into a folder; each file is whole or untouched."""
+        """Write weights (safetensors) and configuration (JSON) into a folder; each file is whole or untouched.
+
+        Args:
+            folder: made if it does not exist.
+
+        Raises:
+            TypeError: if `provenance` holds what JSON cannot.
+        """
         folder = Path(folder)
         config = {
             "architecture": self.architecture,
@@ -152,14 +195,21 @@ class PairScorer(nn.Module):
             "parameters": self.n_parameters,
             "provenance": self.provenance,
         }
+        text = json.dumps(config, indent=2) + "\n"
         with replace_file(folder / WEIGHTS_FILE) as temporary:
             save_file({name: value.contiguous() for name, value in self.state_dict().items()}, temporary)
         with replace_file(folder / CONFIG_FILE) as temporary:
-            temporary.write_text(json.dumps(config, indent=2) + "\n")
+            temporary.write_text(text)
 
     @classmethod
     def from_pretrained(cls: type[E], folder: str | Path) -> E:
         """Read an estimator of this architecture back; `load_estimator` reads any.
+
+        Args:
+            folder: as `save_pretrained` wrote it.
+
+        Returns:
+            The estimator in evaluation mode.
 
         Raises:
             FileNotFoundError: if the folder holds no estimator.
@@ -168,8 +218,9 @@ class PairScorer(nn.Module):
         folder = Path(folder)
         config = read_configuration(folder)
         if config["architecture"] != cls.architecture:
-            raise ValueError(f"{folder}: holds a {config['architecture']!r} estimator, {cls.__name__} reads "
-                             f"{cls.architecture!r}")
+            raise ValueError(
+                f"{folder}: holds a {config['architecture']!r} estimator, {cls.__name__} reads {cls.architecture!r}"
+            )
         try:
             estimator = cls(**config["configuration"])
             estimator.load_state_dict(load_file(folder / WEIGHTS_FILE))
@@ -180,14 +231,19 @@ class PairScorer(nn.Module):
 
 
 def read_configuration(folder: Path) -> dict[str, Any]:
-    """The JSON of a saved estimator."""
+    """The JSON of a saved estimator.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it is damaged or of something else.
+    """
     path = folder / CONFIG_FILE
     try:
         config = json.loads(path.read_text())
-        if not isinstance(config, dict) or not {"architecture", "configuration"} <= config.keys():
-            raise ValueError("architecture or configuration is missing")
     except ValueError as error:
         raise ValueError(f"{path}: not the configuration of an estimator: {error}") from error
+    if not isinstance(config, dict) or not {"architecture", "configuration"} <= config.keys():
+        raise ValueError(f"{path}: not the configuration of an estimator: architecture or configuration is missing")
     return config
 
 
@@ -204,13 +260,21 @@ class PairwiseMIEstimator(PairScorer):
         hidden_size: D.
         layers: widths of the hidden layers, 1 to 3 of them; the first is made of the halves.
         combine: see above.
+
+    Raises:
+        ValueError: if a width is less than 1, or there are none or more than three of them, or combine is unknown.
+
+    Example:
+        >>> import torch
+        >>> from mdmi_fast import PairwiseMIEstimator
+        >>> estimator = PairwiseMIEstimator(hidden_size=8, layers=(16,))
+        >>> estimator(torch.randn(1, 5, 8), torch.ones(1, 5, dtype=torch.bool)).shape
+        torch.Size([1, 5, 5])
     """
 
     architecture = "general"
 
-    def __init__(
-        self, hidden_size: int, layers: Sequence[int] = (512, 256), combine: Combine = "concat"
-    ) -> None:
+    def __init__(self, hidden_size: int, layers: Sequence[int] = (512, 256), combine: Combine = "concat") -> None:
         super().__init__(hidden_size)
         if not 1 <= len(layers) <= 3 or min(layers) < 1:
             raise ValueError(f"PairwiseMIEstimator: layers must be 1 to 3 widths >= 1, got {tuple(layers)}")
@@ -248,11 +312,11 @@ class PairwiseMIEstimator(PairScorer):
         return torch.cat([product, alone, ones], -1), torch.cat([product, ones, alone], -1)
 
     def head(self) -> Head:
-        weights = [layer.weight.t() for layer in self.dense]
+        head = Head.of(self.dense, self.last)
         if self.kind == "interaction":
-            weights[0] = torch.cat([weights[0], self.alone_in.weight.t(), self.alone_in.weight.t()])
-        biases = [layer.bias for layer in self.dense]
-        return Head(weights, biases, self.last.weight[0], self.last.bias[0])
+            alone = self.alone_in.weight.t()
+            head.weights[0] = torch.cat([head.weights[0], alone, alone])
+        return head
 
     def configuration(self) -> dict[str, Any]:
         return {"hidden_size": self.hidden_size, "layers": list(self.layers), "combine": self.kind}
@@ -261,8 +325,15 @@ class PairwiseMIEstimator(PairScorer):
 def load_estimator(source: str | Path) -> PairScorer:
     """Load an estimator: a registered name ("sudoku") or a folder written by `save_pretrained`.
 
+    Args:
+        source: a folder where there is one of that name, else the name.
+
+    Returns:
+        The estimator in evaluation mode.
+
     Raises:
-        FileNotFoundError, ValueError: if there is no such name or folder, or the folder is damaged.
+        FileNotFoundError: if there is no such folder, or it holds no estimator.
+        ValueError: if there is no such name, or the folder is damaged.
     """
     if Path(source).is_dir():
         architecture = read_configuration(Path(source))["architecture"]

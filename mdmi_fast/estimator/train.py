@@ -24,8 +24,19 @@ class TrainingProgress(NamedTuple):
     held_out: PairReport
 
 
+class _Best(NamedTuple):
+    score: float
+    epoch: int
+    weights: dict[str, Tensor]
+    report: PairReport
+
+
 def split_states(labels: LabelSet, held_out: float, seed: int) -> tuple[LabelSet, LabelSet]:
-    """Part the states, never the pairs of one state: (to train on, held out)."""
+    """Part the states, never the pairs of one state: (to train on, held out).
+
+    Raises:
+        ValueError: if nothing is left to train on.
+    """
     order = torch.randperm(len(labels.tokens), generator=torch.Generator().manual_seed(seed))
     count = max(1, round(held_out * len(order)))
     if count >= len(order):
@@ -62,13 +73,16 @@ def train_estimator(
 ) -> tuple[E, PairReport]:
     """Fit an estimator to the labels of a frozen model; the weights of the best epoch are kept.
 
+    The loss is `root_loss`, the best epoch that of the highest held-out correlation.
+
     Args:
         estimator: trained in place.
         model: whose hidden states the labels belong to.
         labels: of states of this model.
         epochs: most passes over the states; the rate falls to 0 along a cosine.
         batch_size: states a step; a state brings all of its pairs.
-        learning_rate, weight_decay: of AdamW, with gradients clipped at norm 1.
+        learning_rate: of AdamW, with gradients clipped at norm 1.
+        weight_decay: of AdamW.
         held_out: share of the states that is only judged on.
         patience: epochs without a better held-out correlation before it stops.
         seed: of the split and the order.
@@ -78,19 +92,23 @@ def train_estimator(
         The estimator in evaluation mode and its report on the held-out states.
 
     Raises:
-        ValueError: if there are too few states, or the loss stops being a number.
+        ValueError: if there are too few states, a label is not finite, epochs or batch_size is less than 1, or the loss
+            stops being a number.
     """
+    if min(epochs, batch_size) < 1:
+        raise ValueError(f"train_estimator: epochs and batch_size must be at least 1, got {epochs} and {batch_size}")
+    if not bool(labels.mi.isfinite().all()):
+        state = int((~labels.mi.isfinite()).nonzero()[0, 0])
+        raise ValueError(f"train_estimator: labels must be finite, got another one in state {state}")
     train, judge = split_states(labels, held_out, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     optimizer = torch.optim.AdamW(estimator.parameters(), lr=learning_rate, weight_decay=weight_decay)
     steps_per_epoch = -(-len(train.tokens) // batch_size)
-    best: tuple[float, int, dict[str, Tensor], PairReport] | None = None
+    best: _Best | None = None
     for epoch in range(epochs):
         estimator.train()
         total = 0.0
-        for index, chosen in enumerate(
-            torch.randperm(len(train.tokens), generator=generator).split(batch_size)
-        ):
+        for index, chosen in enumerate(torch.randperm(len(train.tokens), generator=generator).split(batch_size)):
             done = (epoch * steps_per_epoch + index) / (epochs * steps_per_epoch)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * 0.5 * (1 + math.cos(math.pi * done))
@@ -99,7 +117,7 @@ def train_estimator(
                 hidden = model(batch.tokens).hidden
             loss = root_loss(estimator(hidden, batch.mask), batch)
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(estimator.parameters(), 1.0)
             optimizer.step()
             total += loss.item()
@@ -108,10 +126,11 @@ def train_estimator(
         report = evaluate_estimator(estimator, model, judge)
         if on_epoch is not None:
             on_epoch(TrainingProgress(epoch, total / steps_per_epoch, report))
-        if best is None or report.pearson > best[0]:
-            best = (report.pearson, epoch, copy.deepcopy(estimator.state_dict()), report)
-        elif epoch - best[1] >= patience:
+        score = -math.inf if math.isnan(report.pearson) else report.pearson  # NaN: all predictions are equal
+        if best is None or score > best.score:
+            best = _Best(score, epoch, copy.deepcopy(estimator.state_dict()), report)
+        elif epoch - best.epoch >= patience:
             break
-    assert best is not None
-    estimator.load_state_dict(best[2])
-    return estimator.eval(), best[3]
+    assert best is not None  # there was at least one epoch
+    estimator.load_state_dict(best.weights)
+    return estimator.eval(), best.report

@@ -62,11 +62,18 @@ class Probe(NamedTuple):
     passes: torch.Tensor
 
     def labels(self, form: Form) -> MILabels:
-        """The symmetric labels of one form."""
+        """The symmetric labels of one form.
+
+        Raises:
+            ValueError: if the run did not read this form.
+        """
+        if form not in self.directed:
+            raise ValueError(f"Probe: this run read only {', '.join(self.directed)}, got form={form!r}")
         one_way = self.directed[form]
         other_way = one_way.transpose(-1, -2)
         pairs = masked_pairs(self.mask)
-        gap = ((one_way - other_way).abs() * pairs).sum(dim=(-1, -2)) / pairs.sum(dim=(-1, -2)).clamp(min=1)
+        gap = (one_way - other_way).abs().masked_fill(one_way == other_way, 0.0)  # inf - inf is no gap
+        gap = gap.sum(dim=(-1, -2)) / pairs.sum(dim=(-1, -2)).clamp(min=1)
         bound = (self.bound.unsqueeze(-1) + self.bound.unsqueeze(-2)) / 2 * pairs
         return MILabels((one_way + other_way) / 2, self.entropy, bound, self.passes, gap)
 
@@ -84,10 +91,13 @@ def label_mi(
     *,
     form: Form = "joint",
     epsilon: float = 0.0,
+    attention_mask: torch.Tensor | None = None,
     batch_size: int = 512,
     progress: Callable[[int], None] | None = None,
 ) -> MILabels:
     """Label every masked pair of every sequence with its mutual information, symmetrised by the mean.
+
+    I_ij = (I(X_i -> x_j) + I(X_j -> x_i)) / 2, each direction as the module's text says for the form.
 
     Args:
         model: the frozen model.
@@ -96,24 +106,49 @@ def label_mi(
             positions that already hold it.
         form: which reading to return, see the module's text.
         epsilon: nats that an entry may be wrong by, see `probe_mi`; only for "joint", the form whose error is proven.
-        batch_size: sequences in one forward pass.
+        attention_mask: bool of the same shape, False at padding, which is never labelled; None: no padding.
+        batch_size: sequences in one forward pass; how many logits are held at once follows from it.
         progress: called with the number of passes just finished.
 
     Returns:
         MILabels, without the batch dimension when tokens had none.
 
     Raises:
-        ValueError: for an unknown form, shapes that do not fit, or epsilon > 0 with another form than "joint".
+        ValueError: for an unknown form, shapes that do not fit, epsilon > 0 with another form than "joint", or a model
+            that answers NaN.
+
+    Numerics:
+        Entropies and sums over values in float32 (float64 where the logits are). A label of the "kl" form is inf where
+        a probe makes possible what was not.
+
+    Example:
+        >>> import torch
+        >>> from mdmi_fast import label_mi
+        >>> from mdmi_fast.models.exact import JointTable
+        >>> twins = JointTable(torch.tensor([[0.5, 0.0], [0.0, 0.5]]))  # two fair bits that agree: ln 2
+        >>> label_mi(twins, torch.tensor([2, 2])).mi
+        tensor([[0.0000, 0.6931],
+                [0.6931, 0.0000]])
     """
     if form not in FORMS:
         raise ValueError(f"label_mi: form must be one of {', '.join(FORMS)}, got {form!r}")
     if epsilon > 0 and form != "joint":
         raise ValueError(f"label_mi: epsilon > 0 needs form='joint', whose error is proven, got form={form!r}")
-    batched = tokens.ndim == 2
-    if not batched:
-        tokens, mask = tokens.unsqueeze(0), None if mask is None else mask.unsqueeze(0)
-    labels = probe_mi(model, tokens, mask, epsilon=epsilon, batch_size=batch_size, progress=progress).labels(form)
-    return labels if batched else MILabels(*(field.squeeze(0) for field in labels))
+    single = tokens.ndim == 1
+    if single:
+        tokens = tokens.unsqueeze(0)
+        mask, attention_mask = (None if m is None else m.unsqueeze(0) for m in (mask, attention_mask))
+    probe = probe_mi(
+        model,
+        tokens,
+        mask,
+        epsilon=epsilon,
+        attention_mask=attention_mask,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    labels = probe.labels(form)
+    return MILabels(*(field.squeeze(0) for field in labels)) if single else labels
 
 
 @torch.no_grad()
@@ -123,6 +158,7 @@ def probe_mi(
     mask: torch.Tensor | None = None,
     *,
     epsilon: float = 0.0,
+    attention_mask: torch.Tensor | None = None,
     batch_size: int = 512,
     progress: Callable[[int], None] | None = None,
 ) -> Probe:
@@ -141,36 +177,42 @@ def probe_mi(
         tokens: [B, N] int64.
         mask: [B, N] bool, or None for the positions that hold the mask token.
         epsilon: nats that an entry of the "joint" form may be wrong by.
+        attention_mask: [B, N] bool, False at padding, which is never probed; None: no padding.
         batch_size: sequences in one forward pass.
         progress: called with the number of passes just finished.
+
+    Returns:
+        Probe, with every form the passes can tell: all three, or "joint" alone where epsilon > 0.
 
     Raises:
         ValueError: for shapes that do not fit, a negative or NaN epsilon, or a model that answers NaN.
     """
-    if tokens.ndim != 2 or tokens.is_floating_point():
+    if tokens.ndim != 2 or tokens.dtype != torch.int64:
         raise ValueError(f"probe_mi: tokens must be [B, N] int64, got shape {tuple(tokens.shape)} {tokens.dtype}")
-    if mask is None:
-        mask = tokens == model.mask_token_id
-    elif mask.shape != tokens.shape or mask.dtype != torch.bool:
-        raise ValueError(
-            f"probe_mi: mask must be {tuple(tokens.shape)} bool like tokens, got {tuple(mask.shape)} {mask.dtype}"
-        )
+    for name, given in (("mask", mask), ("attention_mask", attention_mask)):
+        if given is not None and (given.shape != tokens.shape or given.dtype != torch.bool):
+            raise ValueError(
+                f"probe_mi: {name} must be {tuple(tokens.shape)} bool like tokens, "
+                f"got shape {tuple(given.shape)} {given.dtype}"
+            )
     if not epsilon >= 0:
         raise ValueError(f"probe_mi: epsilon must be >= 0 nats, got {epsilon}")
     if batch_size < 1:
         raise ValueError(f"probe_mi: batch_size must be at least 1, got {batch_size}")
 
+    if mask is None:
+        mask = tokens == model.mask_token_id
+    if attention_mask is not None:
+        mask = mask & attention_mask
     tokens = tokens.masked_fill(mask, model.mask_token_id)
-    base = torch.cat([model(part).logits for part in tokens.split(batch_size)]) if len(tokens) else None
     forms: tuple[Form, ...] = FORMS if epsilon == 0 else ("joint",)
     directed = {form: torch.zeros(*tokens.shape, tokens.shape[1], device=tokens.device) for form in forms}
-    if base is None:
-        nothing = torch.zeros(tokens.shape)
-        return Probe(directed, mask, nothing, nothing, torch.zeros(0, dtype=torch.int64))
+    if not len(tokens):
+        nothing = torch.zeros(tokens.shape, device=tokens.device)
+        return Probe(directed, mask, nothing, nothing, tokens.new_zeros(0))
+    base = _logits(model, tokens, attention_mask, batch_size)
     entropy = ops.entropy(base).masked_fill(~mask, 0.0)
-    if bool(entropy.isnan().any()):
-        row, position = entropy.isnan().nonzero()[0].tolist()
-        raise ValueError(f"probe_mi: the model's logits at sequence {row}, position {position} give no distribution")
+    _refuse_nan(entropy)
 
     keep, weights, bound = _plan(base, mask, entropy, epsilon)
     passes = 1 + keep.sum(dim=(1, 2))
@@ -178,14 +220,35 @@ def probe_mi(
         progress(len(tokens))
     for rows, positions, ranks, values in _batches(keep, batch_size):
         probes = tokens[rows[ranks]]
-        probes[torch.arange(len(probes)), positions[ranks]] = values
-        answers = torch.cat([model(part).logits for part in probes.split(batch_size)])
+        probes.scatter_(1, positions[ranks].unsqueeze(-1), values.unsqueeze(-1))
+        answers = _logits(model, probes, None if attention_mask is None else attention_mask[rows[ranks]], batch_size)
         if progress is not None:
             progress(len(probes))
         _reduce(directed, answers, weights, base, rows, positions, ranks, values)
+    pairs = masked_pairs(mask)
     for matrix in directed.values():
-        matrix *= masked_pairs(mask)
+        _refuse_nan(matrix.masked_fill_(~pairs, 0.0))
     return Probe(directed, mask, entropy, bound, passes)
+
+
+def _logits(
+    model: MaskedModel, tokens: torch.Tensor, attention_mask: torch.Tensor | None, batch_size: int
+) -> torch.Tensor:
+    """Logits [Q, N, V] of Q sequences, batch_size in one forward pass."""
+    if attention_mask is None:
+        return torch.cat([model(part).logits for part in tokens.split(batch_size)])
+    parts = zip(tokens.split(batch_size), attention_mask.split(batch_size), strict=True)
+    return torch.cat([model(part, visible).logits for part, visible in parts])
+
+
+def _refuse_nan(values: torch.Tensor) -> None:
+    """Raise ValueError that names the first sequence and position [B, N, ...] whose value is NaN."""
+    if bool(values.isnan().any()):
+        row, position = values.isnan().nonzero()[0, :2].tolist()
+        raise ValueError(
+            f"probe_mi: the model's logits give no distribution (NaN, +inf, or -inf everywhere) at or given "
+            f"sequence {row}, position {position}"
+        )
 
 
 def _plan(
@@ -199,16 +262,18 @@ def _plan(
     error = _binary_entropy(tail) + tail * math.log(vocabulary)
     dropped = (error <= epsilon) & (tail < 0.5)
     drop = torch.zeros_like(dropped).scatter(-1, order, dropped) | (probability == 0)
-    keep = ~drop & (mask & (entropy > epsilon)).unsqueeze(-1)
+    # With one possible value nothing can be learned in "joint" form; the others still read how the model drifts.
+    probed = mask & (entropy > epsilon) if epsilon > 0 else mask
+    keep = ~drop & probed.unsqueeze(-1)
     weights = probability * keep
     weights = (weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)).float()
-    bound = torch.where(entropy > epsilon, (error * dropped).amax(dim=-1).float(), entropy)
+    bound = torch.where(probed, (error * dropped).amax(dim=-1).float(), entropy)
     return keep, weights, bound.masked_fill(~mask, 0.0)
 
 
 def _binary_entropy(p: torch.Tensor) -> torch.Tensor:
-    q = (1 - p).clamp(min=0)
-    return -torch.special.xlogy(p, p) - torch.special.xlogy(q, q)
+    entropy: torch.Tensor = torch.special.entr(p) + torch.special.entr((1 - p).clamp(min=0))
+    return entropy
 
 
 def _batches(

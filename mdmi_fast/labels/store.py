@@ -47,23 +47,33 @@ def write_labels(
     provenance: dict[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Label states [S, N] (masked where they hold the mask token) into a folder of shards; finished ones are kept.
+    """Label states (masked where they hold the mask token) into a folder of shards; finished ones are kept.
+
+    A run that was interrupted is finished by the same call; one run at a time in a folder.
 
     Args:
-        model, form, epsilon, batch_size: as for `label_mi`.
-        tokens: the same states in every run of one folder.
+        model: the frozen model.
+        tokens: [S, N] int64, the same states in every run of one folder.
+        folder: where; made if it does not exist.
+        form: as for `label_mi`.
+        epsilon: nats, as for `label_mi`.
         shard_size: states a file.
-        provenance: what a reader should know of the states and the model; kept in the index.
+        batch_size: sequences in one forward pass.
+        provenance: what a reader should know of the states and the model, as JSON can hold it; kept in the index.
         progress: called with the number of states just finished, those of earlier runs included.
 
     Returns:
         The forward passes of this run.
 
     Raises:
-        ValueError: if the folder holds labels made with other settings or of other states.
+        ValueError: if there are no states, or the folder holds labels made with other settings or of other states.
     """
+    if tokens.ndim != 2 or tokens.dtype != torch.int64 or not len(tokens):
+        raise ValueError(f"write_labels: tokens must be [S, N] int64, S >= 1, got {tuple(tokens.shape)} {tokens.dtype}")
+    if shard_size < 1:
+        raise ValueError(f"write_labels: shard_size must be at least 1, got {shard_size}")
     folder = Path(folder)
-    settings = {
+    settings: dict[str, Any] = {
         "form": form,
         "epsilon": epsilon,
         "shard_size": shard_size,
@@ -71,15 +81,18 @@ def write_labels(
         "fingerprint": _fingerprint(tokens),
         "provenance": provenance or {},
     }
+    text = json.dumps(settings, indent=2) + "\n"
     index = folder / INDEX_FILE
     if index.exists():
-        kept = _read_index(folder)
-        if kept != settings:
-            changed = [key for key in settings if kept.get(key) != settings[key]]
+        kept, asked = _read_index(folder), json.loads(text)
+        if kept != asked:
+            changed = [key for key in asked if kept.get(key) != asked[key]]
             raise ValueError(f"{folder}: holds labels made with another {', '.join(changed)}; choose another folder")
+        for leftover in folder.glob(".labels*"):
+            leftover.unlink()
     else:
         with replace_file(index) as temporary:
-            temporary.write_text(json.dumps(settings, indent=2) + "\n")
+            temporary.write_text(text)
     passes = 0
     for number, part in enumerate(tokens.split(shard_size)):
         path = _shard(folder, number)
@@ -99,6 +112,13 @@ def write_labels(
 def read_labels(folder: str | Path, *, mask_token_id: int) -> LabelSet:
     """Read a folder of labels.
 
+    Args:
+        folder: as `write_labels` filled it.
+        mask_token_id: the model's.
+
+    Returns:
+        All states, in the order they were given.
+
     Raises:
         FileNotFoundError: if it holds no labels.
         ValueError: if a shard is missing (the run was interrupted: run it again) or damaged.
@@ -110,12 +130,17 @@ def read_labels(folder: str | Path, *, mask_token_id: int) -> LabelSet:
     for number in range(count):
         path = _shard(folder, number)
         if not path.exists():
-            raise ValueError(f"{folder}: {path.name} of {count} shards is missing; run the labelling again to finish it")
+            raise ValueError(
+                f"{folder}: {path.name} of {count} shards is missing; run the labelling again to finish it"
+            )
         try:
-            shards.append(load_file(path))
-        except SafetensorError as error:
+            shard = load_file(path)
+            shards.append([shard[key] for key in ("tokens", "mi", "entropy")])
+        except (SafetensorError, KeyError) as error:
             raise ValueError(f"{path}: damaged ({error}); delete it and run the labelling again") from error
-    tokens, mi, entropy = (torch.cat([shard[key] for shard in shards]) for key in ("tokens", "mi", "entropy"))
+    tokens, mi, entropy = (torch.cat(field) for field in zip(*shards, strict=True))
+    if _fingerprint(tokens) != settings["fingerprint"]:
+        raise ValueError(f"{folder}: the shards hold other states than {INDEX_FILE} says; label into an empty folder")
     return LabelSet(tokens, tokens == mask_token_id, mi, entropy)
 
 
@@ -129,8 +154,10 @@ def _read_index(folder: Path) -> dict[str, Any]:
         settings: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder}: holds no labels ({INDEX_FILE} is missing)") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
+    if not isinstance(settings, dict) or not {"states", "shard_size", "fingerprint"} <= settings.keys():
+        raise ValueError(f"{path}: damaged: not the index of a folder of labels")
     return settings
 
 

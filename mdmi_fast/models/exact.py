@@ -13,10 +13,6 @@ import torch
 from mdmi_fast.models.base import MaskedOutput
 
 
-def _plogp(p: torch.Tensor) -> torch.Tensor:
-    return torch.special.xlogy(p, p)
-
-
 class JointTable:
     """A masked model that answers from an explicit joint distribution.
 
@@ -24,10 +20,18 @@ class JointTable:
     marginal joined with its one-hot index, so that an estimator can be trained on it.
 
     Args:
-        joint: [V, V, ..., V] (N axes) non-negative weights of every sequence; normalised here.
+        joint: [V, V, ..., V] (N axes) non-negative weights of every sequence; normalised here, in float64.
 
     Raises:
         ValueError: if the axes differ in length, or the weights are negative, not finite or sum to 0.
+
+    Example:
+        >>> import torch
+        >>> model = JointTable(torch.tensor([[0.5, 0.0], [0.0, 0.5]]))  # two fair bits that agree
+        >>> model(torch.tensor([[0, 2]])).logits.exp().tolist()
+        [[[1.0, 0.0], [1.0, 0.0]]]
+        >>> round(model.total_correlation(torch.tensor([2, 2]), (0, 1)), 4)
+        0.6931
     """
 
     def __init__(self, joint: torch.Tensor) -> None:
@@ -46,8 +50,11 @@ class JointTable:
         """The joint of all positions given the visible ones of tokens [N]: visible axes have length 1.
 
         Raises:
-            ValueError: if what is visible has probability 0: nothing follows from the impossible.
+            ValueError: if tokens are not N, or if what is visible has probability 0: nothing follows from the
+                impossible.
         """
+        if tokens.shape != (self.length,):
+            raise ValueError(f"JointTable: tokens must be [{self.length}], got shape {tuple(tokens.shape)}")
         index = tuple(
             slice(None) if token == self.mask_token_id else slice(int(token), int(token) + 1)
             for token in tokens.tolist()
@@ -68,7 +75,7 @@ class JointTable:
 
     def entropy(self, tokens: torch.Tensor, positions: tuple[int, ...]) -> float:
         """H of some masked positions together, given the visible tokens [N]."""
-        return float(-_plogp(self.marginal(tokens, positions)).sum())
+        return float(torch.special.entr(self.marginal(tokens, positions)).sum())
 
     def mutual_information(self, tokens: torch.Tensor) -> torch.Tensor:
         """I(X_i; X_j | visible) for all masked pairs: [N, N] float64, 0 elsewhere and on the diagonal."""
@@ -80,11 +87,24 @@ class JointTable:
         return mi
 
     def total_correlation(self, tokens: torch.Tensor, positions: tuple[int, ...]) -> float:
-        """sum of H(X_i) minus H of all: the error, in nats, of drawing the positions from their marginals."""
+        """The sum of all H(X_i) minus H of all: the error, in nats, of drawing the positions from their marginals."""
         return sum(self.entropy(tokens, (i,)) for i in positions) - self.entropy(tokens, positions)
 
     def __call__(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> MaskedOutput:
-        """Exact marginals as float64 log-probabilities: logits [B, N, V] and hidden [B, N, V + N] float32."""
+        """Exact marginals.
+
+        Args:
+            tokens: [B, N] int64.
+            attention_mask: [B, N] bool; what is False is summed out, whatever token stands there.
+
+        Returns:
+            logits [B, N, V] float64, log-probabilities; hidden [B, N, V + N] float32.
+
+        Raises:
+            ValueError: as `conditional`.
+        """
+        if attention_mask is not None:
+            tokens = tokens.masked_fill(~attention_mask, self.mask_token_id)
         logits = torch.empty(*tokens.shape, self.vocab_size, dtype=torch.float64)
         for row, sequence in enumerate(tokens):
             table = self.conditional(sequence)

@@ -28,6 +28,9 @@ def load_model(spec: str, **options: Any) -> MaskedModel:
         spec: the name, with whatever the loader needs behind a colon ("hf:FOLDER").
         **options: handed to the loader, whose signature is the list of what it takes.
 
+    Returns:
+        The model, frozen.
+
     Raises:
         ValueError: if the name is unknown.
     """

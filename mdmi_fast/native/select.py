@@ -8,6 +8,9 @@ from torch import Tensor
 from mdmi_fast import _C
 from mdmi_fast._threads import get_num_threads
 from mdmi_fast.native._memory import DTYPE, mask_of, single_or_double
+from mdmi_fast.native.pairwise import Call, refusals
+
+__all__ = ["color", "refusals", "score_and_select", "select_budget", "select_threshold"]
 
 NO_LIMIT = 2**62
 
@@ -86,3 +89,68 @@ def color(mi: Tensor, tau: float, mask: Tensor | None) -> Tensor:
         get_num_threads(),
     )
     return group
+
+
+def score_and_select_counted(
+    entropy: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    gamma: Tensor,
+    lam: float,
+    entropy_weight: float,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+    limit: int | None,
+    prepared: _C.PackedNetwork | None = None,
+) -> tuple[Tensor, Tensor, int]:
+    """`score_and_select`, and how many pairs it scored."""
+    call = Call(u, v, weights, biases, w_out, b_out, mask, combine, symmetry, activation, precision, prepared)
+    entropy, gamma = single_or_double(entropy), gamma.contiguous()
+    selected, spent = _new_selection(entropy)
+    pairs = _C.score_and_select(
+        call.network,
+        call.halves,
+        call.rule,
+        entropy.data_ptr(),
+        DTYPE[entropy.dtype],
+        entropy.stride(),
+        gamma.data_ptr(),
+        lam,
+        entropy_weight,
+        NO_LIMIT if limit is None else limit,
+        selected.data_ptr(),
+        spent.data_ptr(),
+        get_num_threads(),
+    )
+    return selected, spent, pairs
+
+
+def score_and_select(
+    entropy: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    gamma: Tensor,
+    lam: float,
+    entropy_weight: float,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+    limit: int | None,
+    prepared: _C.PackedNetwork | None = None,
+) -> tuple[Tensor, Tensor]:
+    operands = (entropy, u, v, weights, biases, w_out, b_out)
+    rule = (gamma, lam, entropy_weight, mask, combine, symmetry, activation, precision, limit, prepared)
+    return score_and_select_counted(*operands, *rule)[:2]

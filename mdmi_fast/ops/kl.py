@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mdmi_fast.ops import _checks as check
 from mdmi_fast.ops._dispatch import call
+from mdmi_fast.ops._register import registered
 
 
 def kl_divergence(p_logits: Tensor, q_logits: Tensor, *, backend: str | None = None) -> Tensor:
@@ -45,10 +46,10 @@ def kl_divergence(p_logits: Tensor, q_logits: Tensor, *, backend: str | None = N
     check.floating("kl_divergence", "q_logits", q_logits)
     check.shape("kl_divergence", "q_logits", q_logits, p_logits.shape, "of the shape of p_logits")
     check.same_device("kl_divergence", p_logits=p_logits, q_logits=q_logits)
-    return _kl_divergence(p_logits, q_logits, backend)  # type: ignore[no-any-return]
+    return _kl_divergence(p_logits, q_logits, backend)
 
 
-@torch.library.custom_op("mdmi_fast::kl_divergence", mutates_args=())
+@registered("kl_divergence")
 def _kl_divergence(p_logits: Tensor, q_logits: Tensor, backend: str | None) -> Tensor:
     tensors = [p_logits, q_logits]
     return call("kl", "kl_divergence", backend, tensors, None, *tensors)  # type: ignore[no-any-return]
@@ -59,7 +60,7 @@ def _(p_logits: Tensor, q_logits: Tensor, backend: str | None) -> Tensor:
     return p_logits.new_empty(p_logits.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("mdmi_fast::kl_divergence_backward", mutates_args=())
+@registered("kl_divergence_backward")
 def _kl_divergence_backward(
     grad: Tensor, p_logits: Tensor, q_logits: Tensor, backend: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -78,7 +79,8 @@ def _save_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _kl_divergence_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    return *_kl_divergence_backward(grad, *ctx.saved_tensors, ctx.backend), None
+    p_logits, q_logits = ctx.saved_tensors
+    return *_kl_divergence_backward(grad, p_logits, q_logits, ctx.backend), None
 
 
 _kl_divergence.register_autograd(_kl_divergence_gradient, setup_context=_save_all)
@@ -122,10 +124,10 @@ def expected_entropy(logits: Tensor, weights: Tensor, *, backend: str | None = N
         tensor(0.3466)
     """
     _check_alternatives("expected_entropy", logits, weights)
-    return _expected_entropy(logits, weights, backend)  # type: ignore[no-any-return]
+    return _expected_entropy(logits, weights, backend)
 
 
-@torch.library.custom_op("mdmi_fast::expected_entropy", mutates_args=())
+@registered("expected_entropy")
 def _expected_entropy(logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
     tensors = [logits, weights]
     return call("kl", "expected_entropy", backend, tensors, None, *tensors)  # type: ignore[no-any-return]
@@ -136,7 +138,7 @@ def _(logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
     return logits.new_empty(logits.shape[1:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("mdmi_fast::expected_entropy_backward", mutates_args=())
+@registered("expected_entropy_backward")
 def _expected_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
     tensors = [logits, weights]
     return call("kl", "expected_entropy_backward", backend, tensors, None, grad, *tensors)  # type: ignore[no-any-return]
@@ -148,7 +150,8 @@ def _(grad: Tensor, logits: Tensor, weights: Tensor, backend: str | None) -> Ten
 
 
 def _expected_entropy_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return _expected_entropy_backward(grad, *ctx.saved_tensors, ctx.backend), None, None
+    logits, weights = ctx.saved_tensors
+    return _expected_entropy_backward(grad, logits, weights, ctx.backend), None, None
 
 
 _expected_entropy.register_autograd(_expected_entropy_gradient, setup_context=_save_all)
@@ -188,10 +191,10 @@ def expected_kl(logits: Tensor, weights: Tensor, base_logits: Tensor, *, backend
     check.floating("expected_kl", "base_logits", base_logits)
     check.shape("expected_kl", "base_logits", base_logits, logits.shape[1:], "[..., V]")
     check.same_device("expected_kl", logits=logits, base_logits=base_logits)
-    return _expected_kl(logits, weights, base_logits, backend)  # type: ignore[no-any-return]
+    return _expected_kl(logits, weights, base_logits, backend)
 
 
-@torch.library.custom_op("mdmi_fast::expected_kl", mutates_args=())
+@registered("expected_kl")
 def _expected_kl(logits: Tensor, weights: Tensor, base_logits: Tensor, backend: str | None) -> Tensor:
     tensors = [logits, weights, base_logits]
     return call("kl", "expected_kl", backend, tensors, None, *tensors)  # type: ignore[no-any-return]
@@ -202,7 +205,7 @@ def _(logits: Tensor, weights: Tensor, base_logits: Tensor, backend: str | None)
     return logits.new_empty(logits.shape[1:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("mdmi_fast::expected_kl_backward", mutates_args=())
+@registered("expected_kl_backward")
 def _expected_kl_backward(
     grad: Tensor, logits: Tensor, weights: Tensor, base_logits: Tensor, backend: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -216,7 +219,8 @@ def _(grad: Tensor, logits: Tensor, weights: Tensor, base_logits: Tensor, backen
 
 
 def _expected_kl_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor, None]:
-    d_logits, d_base = _expected_kl_backward(grad, *ctx.saved_tensors, ctx.backend)
+    logits, weights, base_logits = ctx.saved_tensors
+    d_logits, d_base = _expected_kl_backward(grad, logits, weights, base_logits, ctx.backend)
     return d_logits, None, d_base, None
 
 
@@ -253,10 +257,10 @@ def mixture_entropy(logits: Tensor, weights: Tensor, *, backend: str | None = No
         tensor(0.6931)
     """
     _check_alternatives("mixture_entropy", logits, weights)
-    return _mixture_entropy(logits, weights, backend)  # type: ignore[no-any-return]
+    return _mixture_entropy(logits, weights, backend)
 
 
-@torch.library.custom_op("mdmi_fast::mixture_entropy", mutates_args=())
+@registered("mixture_entropy")
 def _mixture_entropy(logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
     tensors = [logits, weights]
     return call("kl", "mixture_entropy", backend, tensors, None, *tensors)  # type: ignore[no-any-return]
@@ -267,7 +271,7 @@ def _(logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
     return logits.new_empty(logits.shape[1:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("mdmi_fast::mixture_entropy_backward", mutates_args=())
+@registered("mixture_entropy_backward")
 def _mixture_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
     tensors = [logits, weights]
     return call("kl", "mixture_entropy_backward", backend, tensors, None, grad, *tensors)  # type: ignore[no-any-return]
@@ -279,7 +283,8 @@ def _(grad: Tensor, logits: Tensor, weights: Tensor, backend: str | None) -> Ten
 
 
 def _mixture_entropy_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return _mixture_entropy_backward(grad, *ctx.saved_tensors, ctx.backend), None, None
+    logits, weights = ctx.saved_tensors
+    return _mixture_entropy_backward(grad, logits, weights, ctx.backend), None, None
 
 
 _mixture_entropy.register_autograd(_mixture_entropy_gradient, setup_context=_save_all)

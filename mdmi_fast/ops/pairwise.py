@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mdmi_fast.ops import _checks as check
 from mdmi_fast.ops._dispatch import call, choose, provided
+from mdmi_fast.ops._register import registered
 
 Operands = tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]
 Options = tuple[Tensor | None, str, str, str, str]
@@ -108,12 +109,15 @@ def _check_network(
     return b_out.reshape(())
 
 
-def _check_prepared(op: str, prepared: PreparedPairwise, tensors: tuple[Tensor, ...], pairs: Pairs) -> None:
+def _check_prepared(
+    op: str, prepared: PreparedPairwise, tensors: tuple[Tensor, ...], b_out: Tensor | float, pairs: Pairs
+) -> None:
     """Raises ValueError unless the weights were packed as they are now, and nothing wants a gradient."""
     same = len(tensors) == len(prepared.tensors) and all(
-        a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in zip(tensors, prepared.tensors, strict=True)
+        (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
+        for a, b in zip(tensors, prepared.tensors, strict=True)
     )
-    if not same:
+    if not same or (not isinstance(b_out, Tensor) and b_out != prepared.b_out):
         raise ValueError(f"{op}: prepared must be made of the weights passed with it, got it made of others")
     if prepared.versions != _versions(prepared.tensors):
         raise ValueError(f"{op}: prepared must be made again after the weights change, got it from before")
@@ -182,13 +186,13 @@ def check_pairs(
         None if prepared is None else prepared.packed,
     )
     if prepared is not None:
-        _check_prepared(op, prepared, _network_tensors(weights, biases, w_out, b_out), pairs)
+        _check_prepared(op, prepared, _network_tensors(weights, biases, w_out, b_out), b_out, pairs)
     return pairs
 
 
 def _scores(pairs: Pairs, prepared: PreparedPairwise | None, rows: Tensor | None, window: int | None) -> Tensor:
     if prepared is None:
-        return _pairwise_mlp(*pairs.operands, rows, window, *pairs.options, pairs.backend)  # type: ignore[no-any-return]
+        return _pairwise_mlp(*pairs.operands, rows, window, *pairs.options, pairs.backend)
     # packed weights are no tensors, and a registered op takes nothing else
     return _forward(pairs.operands, rows, window, pairs.options, pairs.backend, pairs.packed)
 
@@ -460,7 +464,7 @@ def _forward(
     return call("pairwise", op, backend, tensors, options[-1], *operands, *extra, *options, packed)  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("mdmi_fast::pairwise_mlp", mutates_args=())
+@registered("pairwise_mlp")
 def _pairwise_mlp(
     u: Tensor,
     v: Tensor,
@@ -498,7 +502,7 @@ def _(
     return u.new_empty((batch, n_rows, n if window is None else 2 * window + 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("mdmi_fast::pairwise_mlp_backward", mutates_args=())
+@registered("pairwise_mlp_backward")
 def _pairwise_mlp_backward(
     grad: Tensor,
     u: Tensor,

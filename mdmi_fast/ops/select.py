@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mdmi_fast.ops import _checks as check
 from mdmi_fast.ops._dispatch import call
+from mdmi_fast.ops._register import registered
 from mdmi_fast.ops.pairwise import PreparedPairwise, check_pairs
 
 
@@ -67,10 +68,9 @@ def _check_gamma(op: str, gamma: float | Tensor, lead: torch.Size) -> Tensor:
 
 
 def _refuse_bad_gamma(op: str, gamma: Tensor) -> None:
-    bad = ~(gamma >= 0)
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
-        raise ValueError(f"{op}: gamma must be at least 0, got {float(gamma[row])} at batch {row}")
+    for batch, value in enumerate(gamma.tolist()):
+        if not value >= 0:
+            raise ValueError(f"{op}: gamma must be at least 0, got {value} at batch {batch}")
 
 
 def _check_limit(op: str, limit: int | None) -> None:
@@ -150,7 +150,7 @@ def select_budget(
     return _selection(_select_budget(h, m, budget, lam, entropy_weight, order, masked, limit, backend), entropy.shape)
 
 
-@torch.library.custom_op("mdmi_fast::select_budget", mutates_args=())
+@registered("select_budget")
 def _select_budget(
     entropy: Tensor,
     mi: Tensor,
@@ -230,7 +230,7 @@ def select_threshold(
     return _selection(_select_threshold(h, m, tau, masked, limit, backend), entropy.shape)
 
 
-@torch.library.custom_op("mdmi_fast::select_threshold", mutates_args=())
+@registered("select_threshold")
 def _select_threshold(
     entropy: Tensor, mi: Tensor, tau: float, mask: Tensor | None, limit: int | None, backend: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -279,10 +279,10 @@ def color(mi: Tensor, *, tau: float, mask: Tensor | None = None, backend: str | 
     m = _check_mi(op, mi)
     check.same_device(op, mi=mi, mask=mask)
     masked = _check_mask(op, mask, mi.shape[:-1])
-    return _color(m, check.number(op, "tau", tau), masked, backend).reshape(mi.shape[:-1])  # type: ignore[no-any-return]
+    return _color(m, check.number(op, "tau", tau), masked, backend).reshape(mi.shape[:-1])
 
 
-@torch.library.custom_op("mdmi_fast::color", mutates_args=())
+@registered("color")
 def _color(mi: Tensor, tau: float, mask: Tensor | None, backend: str | None) -> Tensor:
     return call("select", "color", backend, [mi], None, mi, tau, mask)  # type: ignore[no-any-return]
 
@@ -377,7 +377,7 @@ def score_and_select(
     return _selection(flat, entropy.shape)
 
 
-@torch.library.custom_op("mdmi_fast::score_and_select", mutates_args=())
+@registered("score_and_select")
 def _score_and_select(
     entropy: Tensor,
     u: Tensor,

@@ -10,6 +10,7 @@ from mdmi_fast.decode.policies.baselines import (
     TopK,
 )
 from mdmi_fast.decode.policies.mutual_information import MIBudget, MISource, MIThreshold, Probing, Shuffled
+from mdmi_fast.decode.policies.parse import needs_mi, parse_policy, policy_forms
 
 __all__ = [
     "Confidence",
@@ -25,4 +26,7 @@ __all__ = [
     "Shuffled",
     "Step",
     "TopK",
+    "needs_mi",
+    "parse_policy",
+    "policy_forms",
 ]

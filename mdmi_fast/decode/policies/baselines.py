@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mdmi_fast.decode.policies.base import at_least, longest_prefix, random_numbers, take_lowest
 from mdmi_fast.ops import Selection, TokenStats
+from mdmi_fast.ops import _checks as check
 
 
 def _selection(selected: Tensor) -> Selection:
@@ -25,12 +26,16 @@ class Sequential:
 
 @dataclass(frozen=True)
 class TopK:
-    """The k positions of highest confidence max_v p(v) ("naive parallel"; LLaDA's rule)."""
+    """The k positions of highest confidence max_v p(v) ("naive parallel"; LLaDA's rule).
+
+    Args:
+        k: positions a pass, at least 1.
+    """
 
     k: int
 
     def __post_init__(self) -> None:
-        at_least("TopK", "k", self.k, 1)
+        check.whole("TopK", "k", self.k, 1)
 
     def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:
         return _selection(take_lowest(-stats.confidence, mask, self.k))
@@ -38,12 +43,19 @@ class TopK:
 
 @dataclass(frozen=True)
 class Random:
-    """k masked positions drawn at random: what any order at all gives."""
+    """k masked positions drawn at random: what any order at all gives.
+
+    The draw depends on a sequence's seed and the pass, so it needs a `Step` with seeds; with a bare number all
+    sequences of the batch draw alike.
+
+    Args:
+        k: positions a pass, at least 1.
+    """
 
     k: int
 
     def __post_init__(self) -> None:
-        at_least("Random", "k", self.k, 1)
+        check.whole("Random", "k", self.k, 1)
 
     def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:
         return _selection(take_lowest(random_numbers(step, mask, stream=1), mask, self.k))
@@ -51,7 +63,11 @@ class Random:
 
 @dataclass(frozen=True)
 class Confidence:
-    """Every position with max_v p(v) >= threshold, or the most confident one (Fast-dLLM, arXiv 2505.22618)."""
+    """Every position with max_v p(v) >= threshold, or the most confident one (Fast-dLLM, arXiv 2505.22618).
+
+    Args:
+        threshold: a probability; above 1 it is never reached.
+    """
 
     threshold: float
 
@@ -68,7 +84,10 @@ class ConfidenceBudget:
     """The most positions, surest first, with sum_i (1 - max_v p_i(v)) <= epsilon.
 
     The sum bounds the probability that any of the argmax tokens is wrong (union bound), which is the risk when one
-    right answer is sought: at temperature 0 this is the natural rule.
+    right answer is sought: at temperature 0 this is the natural rule. The surest position is always taken.
+
+    Args:
+        epsilon: the risk of a pass, at least 0.
     """
 
     epsilon: float
@@ -82,7 +101,11 @@ class ConfidenceBudget:
 
 @dataclass(frozen=True)
 class EntropyBound:
-    """The most positions, lowest entropy first, with sum_i H_i - max_i H_i <= gamma (nats; arXiv 2505.24857)."""
+    """The most positions, lowest entropy first, with sum_i H_i - max_i H_i <= gamma (arXiv 2505.24857).
+
+    Args:
+        gamma: nats, at least 0.
+    """
 
     gamma: float
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from mdmi_fast import ops
 from mdmi_fast.decode.policies.base import Step, at_least, random_numbers
 from mdmi_fast.labels import FORMS, Form, label_mi
 from mdmi_fast.ops import Selection, TokenStats
+from mdmi_fast.ops import _checks as check
 
 
 class StepwiseMI(Protocol):
     """A source of mutual information that needs to know more of the pass than hidden states."""
 
-    needs_step: Literal[True]
+    needs_step: ClassVar[Literal[True]]
 
     def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor: ...
 
@@ -44,30 +45,45 @@ class Probing:
         batch_size: sequences in one forward pass.
     """
 
+    needs_step: ClassVar[Literal[True]] = True
     form: Form = "joint"
     epsilon: float = 0.0
     batch_size: int = 512
-    needs_step: Literal[True] = True
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"Probing: form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        check.one_of("Probing", "form", self.form, FORMS)
+        at_least("Probing", "epsilon", self.epsilon, 0.0)
+        check.whole("Probing", "batch_size", self.batch_size, 1)
+        if self.epsilon > 0 and self.form != "joint":
+            raise ValueError(f"Probing: epsilon > 0 needs form='joint', whose error is proven, got {self.form!r}")
 
     def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
         model, tokens = getattr(step, "model", None), getattr(step, "tokens", None)
         if model is None or tokens is None:
             raise ValueError("Probing: step must be a Step with model and tokens, got a bare number")
         return label_mi(
-            model, tokens, mask, form=self.form, epsilon=self.epsilon, batch_size=self.batch_size
+            model,
+            tokens,
+            mask,
+            form=self.form,
+            epsilon=self.epsilon,
+            attention_mask=getattr(step, "attention_mask", None),
+            batch_size=self.batch_size,
         ).mi
 
 
 @dataclass(frozen=True)
 class Shuffled:
-    """A control: the values of another source, dealt out at random among the masked pairs of each sequence."""
+    """A control: the values of another source, dealt out at random among the masked pairs of each sequence.
 
+    Like `Random`, it needs a `Step` with seeds, or all sequences are dealt alike.
+
+    Args:
+        source: a symmetric one; of each pair the value of i < j counts.
+    """
+
+    needs_step: ClassVar[Literal[True]] = True
     source: MISource
-    needs_step: Literal[True] = True
 
     def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
         mi = pairwise_mi(self.source, hidden, mask, step)
@@ -93,11 +109,11 @@ class MIBudget:
 
     Args:
         mi: an estimator, or another source such as `Probing`.
-        gamma: nats a pass may spend.
-        lam: weight of dependence.
-        entropy_weight: weight of a position's own entropy.
+        gamma: nats a pass may spend, at least 0, may be inf.
+        lam: weight of dependence, finite, at least 0.
+        entropy_weight: weight of a position's own entropy, finite, at least 0.
         order: "entropy" looks at positions by entropy, ascending; "cheapest" takes the least cost at each moment.
-        limit: most positions of a pass; None for no limit.
+        limit: most positions of a pass, at least 1; None for no limit.
     """
 
     mi: MISource
@@ -109,10 +125,11 @@ class MIBudget:
 
     def __post_init__(self) -> None:
         at_least("MIBudget", "gamma", self.gamma, 0.0)
-        at_least("MIBudget", "lam", self.lam, 0.0)
-        at_least("MIBudget", "entropy_weight", self.entropy_weight, 0.0)
-        if self.order not in ("entropy", "cheapest"):
-            raise ValueError(f"MIBudget: order must be 'entropy' or 'cheapest', got {self.order!r}")
+        check.weight("MIBudget", "lam", self.lam)
+        check.weight("MIBudget", "entropy_weight", self.entropy_weight)
+        check.one_of("MIBudget", "order", self.order, ("entropy", "cheapest"))
+        if self.limit is not None:
+            check.whole("MIBudget", "limit", self.limit, 1)
 
     def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:
         lazy = getattr(self.mi, "score_and_select", None) if self.order == "entropy" else None
@@ -145,8 +162,8 @@ class MIThreshold:
 
     Args:
         mi: an estimator, or another source such as `Probing`.
-        tau: nats below which a pair counts as independent.
-        limit: most positions of a pass; None for no limit.
+        tau: nats below which a pair counts as independent, at least 0.
+        limit: most positions of a pass, at least 1; None for no limit.
     """
 
     mi: MISource
@@ -155,6 +172,8 @@ class MIThreshold:
 
     def __post_init__(self) -> None:
         at_least("MIThreshold", "tau", self.tau, 0.0)
+        if self.limit is not None:
+            check.whole("MIThreshold", "limit", self.limit, 1)
 
     def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:
         mi = pairwise_mi(self.mi, hidden, mask, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import as_file, files
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ class SudokuMIEstimator(PairScorer):
     Args:
         features: numbers per digit that enter the product.
         stem: hidden width of phi.
-        layers: widths of the dense layers.
+        layers: widths of the dense layers, one at least.
+
+    Raises:
+        ValueError: if a size is less than 1 or there are no layers.
     """
 
     architecture = "sudoku"
@@ -38,7 +42,7 @@ class SudokuMIEstimator(PairScorer):
         self.stem = nn.Sequential(nn.Linear(WIDTH + 3, stem), nn.ReLU(), nn.Linear(stem, features))
         self.same_digit = nn.Linear(features, layers[0])
         self.same_unit = nn.Parameter(0.1 * torch.randn(3, layers[0]))
-        self.dense = nn.ModuleList(nn.Linear(a, b) for a, b in zip(layers[:-1], layers[1:], strict=True))
+        self.dense = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(layers))
         self.last = nn.Linear(layers[-1], 1)
         nn.init.constant_(self.last.bias, -3.0)
 
@@ -52,11 +56,10 @@ class SudokuMIEstimator(PairScorer):
         return u, u
 
     def head(self) -> Head:
-        shared = self.same_digit.weight.t().repeat(DIGITS, 1)
-        units = self.same_unit.repeat_interleave(DIGITS, dim=0)
-        weights = [torch.cat([shared, units]), *(layer.weight.t() for layer in self.dense)]
-        biases = [self.same_digit.bias, *(layer.bias for layer in self.dense)]
-        return Head(weights, biases, self.last.weight[0], self.last.bias[0])
+        head = Head.of([self.same_digit, *self.dense], self.last)
+        shared, units = head.weights[0].repeat(DIGITS, 1), self.same_unit.repeat_interleave(DIGITS, dim=0)
+        head.weights[0] = torch.cat([shared, units])
+        return head
 
     def configuration(self) -> dict[str, Any]:
         return {"features": self.features, "stem": self.stem_width, "layers": list(self.layers)}

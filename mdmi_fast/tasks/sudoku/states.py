@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mdmi_fast.decode.policies.base import take_lowest
 from mdmi_fast.decode.loop import sample
+from mdmi_fast.decode.policies.base import take_lowest
 from mdmi_fast.decode.randomness import uniform
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import token_stats
@@ -26,8 +26,11 @@ def decoding_states(model: MaskedModel, count: int, *, seed: int) -> Tensor:
 
     Args:
         model: fills the boards.
-        count: how many states.
+        count: how many states, at least 1.
         seed: of everything.
+
+    Returns:
+        Every one with at least one blank.
     """
     random = np.random.default_rng(seed)
     boards = torch.from_numpy(training_boards()).long()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ from mdmi_fast.tasks.sudoku.model import CELLS, ITERATIONS, SudokuModel
 from mdmi_fast.tasks.sudoku.puzzles import training_boards
 
 BATCH = 32
-STEPS = {"strong": 10_000, "weak": 4_000}
+STEPS = {"strong": 10_000, "weak": 600}
 PEAK_RATE, WARM_UP = 4e-3, 50
+CHECKPOINT_EVERY = 500
+"""Steps."""
 
 
 def random_masks(count: int, random: np.random.Generator) -> torch.Tensor:
@@ -39,7 +42,20 @@ def loss_of(model: SudokuModel, boards: torch.Tensor, given: torch.Tensor) -> to
 
 
 def train(strength: str, folder: Path, *, steps: int, seed: int = 0) -> Path:
-    """Train a network; a checkpoint beside the result lets an interrupted run go on where it was."""
+    """Train a network; a checkpoint beside the result lets an interrupted run go on where it was.
+
+    Args:
+        strength: which of the shipped ones.
+        folder: where.
+        steps: batches of 32 boards.
+        seed: of everything.
+
+    Returns:
+        The file of the weights, `network_STRENGTH.safetensors`.
+
+    Raises:
+        ValueError: if the checkpoint belongs to a run with another number of steps or another seed.
+    """
     result, checkpoint = folder / f"network_{strength}.safetensors", folder / f"network_{strength}.checkpoint"
     torch.manual_seed(seed)
     model = SudokuModel(ITERATIONS[strength])
@@ -47,6 +63,11 @@ def train(strength: str, folder: Path, *, steps: int, seed: int = 0) -> Path:
     first = 0
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
+        if (state["steps"], state["seed"]) != (steps, seed):
+            raise ValueError(
+                f"{checkpoint}: of a run of {state['steps']} steps with seed {state['seed']}, "
+                f"asked for {steps} with seed {seed}; delete it to begin anew"
+            )
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
@@ -60,12 +81,18 @@ def train(strength: str, folder: Path, *, steps: int, seed: int = 0) -> Path:
         batch = boards[torch.from_numpy(random.integers(0, len(boards), BATCH))]
         loss = loss_of(model, batch, random_masks(BATCH, random))
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         progress.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-        if (step + 1) % 500 == 0:
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+        if (step + 1) % CHECKPOINT_EVERY == 0:
+            state = {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": step + 1,
+                "steps": steps,
+                "seed": seed,
+            }
             with replace_file(checkpoint) as temporary:
                 torch.save(state, temporary)
     model.save(result)
@@ -83,7 +110,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    print(train(options.strength, options.out, steps=options.steps or STEPS[options.strength], seed=options.seed))
+    path = train(options.strength, options.out, steps=options.steps or STEPS[options.strength], seed=options.seed)
+    sys.stdout.write(f"{path}\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,25 @@
+// The network that scores a pair, as its kernels want it: widths filled up to whole vectors, weights in panels.
+#pragma once
+
+#include <cstdint>
+
+namespace mdmi {
+
+struct DenseLayer {
+  int64_t in, out;
+  const float* panels;  // see pack_layer in kernels.hpp
+  const float* bias;    // filled up with 0, as w_out below
+};
+
+// z = relu(u_i + v_j), or u_i * v_j; each layer z = relu(z W + b); the score is activation(z w_out + b_out).
+struct PairNetwork {
+  int64_t width;  // of u and v
+  bool multiply, softplus, bf16;
+  int64_t n_layers;
+  const DenseLayer* layers;
+  const float* w_out;
+  float b_out;
+  int64_t widest;  // of all z, filled up
+};
+
+}  // namespace mdmi

@@ -1,0 +1,100 @@
+"""The command line `mdmi-fast`: one module a command, each with `add(subparsers)` and `run(options) -> exit code`.
+
+Commands call the library, never the other way round, and import it inside `run`, so that help waits for none of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+from mdmi_fast import __version__
+from mdmi_fast.cli._errors import InputError, UsageError, one_line
+
+COMMANDS = ("demo", "sudoku", "label", "train", "evaluate", "decode", "map", "info")
+"""In the order in which help lists them; each is a module of this package."""
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: what follows the program's name; None takes it from the process.
+
+    Returns:
+        0, 1 where the command failed, 2 for a command that makes no sense, 130 where it was interrupted.
+
+    Raises:
+        SystemExit: with the same numbers, by argparse, for help and arguments it cannot read.
+    """
+    command = "mdmi-fast"
+    try:
+        options = _parser().parse_args(arguments)
+        command = f"mdmi-fast {options.command}"
+        if getattr(options, "threads", None):
+            _set_threads(options.threads)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code: int = options.run(options)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone; without this the interpreter's last flush complains.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except UsageError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return USAGE
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    except Exception as error:
+        message = one_line(error)
+        if message is None or os.environ.get("MDMI_DEBUG") == "1":
+            raise
+        print(f"{command}: {message}", file=sys.stderr)
+        return FAILED
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mdmi-fast",
+        description="Pairwise mutual information of masked models: label, train, evaluate, decode, see.",
+        epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. MDMI_DEBUG=1 shows tracebacks.",
+    )
+    parser.add_argument("--version", action="version", version=f"mdmi-fast {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        importlib.import_module(f"{__name__}.{name}").add(subparsers)
+    return parser
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning as one line: a user has no use for the place in the source that Python adds."""
+    print(f"mdmi-fast: warning: {message}", file=sys.stderr)
+
+
+def _set_threads(n: int) -> None:
+    import torch
+
+    from mdmi_fast import set_num_threads
+
+    torch.set_num_threads(n)
+    set_num_threads(n)

@@ -1,0 +1,231 @@
+"""The measurements of the demo: every policy on real Sudoku, solving (one right answer) and sampling (many).
+
+All settings below were chosen on the validation puzzles and on other random boards than those measured here; see
+benchmarks/sudoku_frontier.py, which sweeps them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mdmi_fast.decode import (
+    Confidence,
+    ConfidenceBudget,
+    EntropyBound,
+    MIBudget,
+    MIThreshold,
+    Policy,
+    Probing,
+    Random,
+    Sequential,
+    Shuffled,
+    TopK,
+    decode,
+)
+from mdmi_fast.estimator import PairScorer
+from mdmi_fast.labels import FORMS
+from mdmi_fast.models import MaskedModel
+from mdmi_fast.tasks.sudoku.model import CELLS, MASK_TOKEN, position_codes
+from mdmi_fast.tasks.sudoku.puzzles import is_valid_board, random_boards, random_clues, test_puzzles, validation_puzzles
+
+Split = Literal["test", "validation"]
+CLUES = 20
+"""Of the boards to complete: few enough for many solutions."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One policy on one task.
+
+    Attributes:
+        task: "solve" (hard puzzles, temperature 0), "generate" (from an empty grid) or "complete" (from 20 random
+            clues), both at temperature 1.
+        regime: "strong" or "weak", the network.
+        policy: a readable name.
+        boards: how many were decoded.
+        passes: mean forward passes a board took part in.
+        solved: share of boards that obey the rules.
+        low, high: 95% Wilson interval of `solved`.
+        seconds: wall clock of the whole row.
+        against_sequential: difference of `solved` to the sequential row, None for itself.
+        against_low, against_high: its 95% interval (paired bootstrap over boards).
+        speedup: wall clock of the sequential row over this one's.
+    """
+
+    task: str
+    regime: str
+    policy: str
+    boards: int
+    passes: float
+    solved: float
+    low: float
+    high: float
+    seconds: float
+    against_sequential: float | None
+    against_low: float | None
+    against_high: float | None
+    speedup: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """95% interval of a share (Wilson, 1927)."""
+    if trials < 1:
+        raise ValueError(f"wilson: trials must be at least 1, got {trials}")
+    z = 1.959964
+    share = successes / trials
+    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def paired_bootstrap(ours: Tensor, theirs: Tensor, *, draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
+    """Mean of ours - theirs [S] bool over the same boards, and its 95% interval by resampling boards."""
+    difference = ours.double().numpy() - theirs.double().numpy()
+    picks = np.random.default_rng(seed).integers(0, len(difference), (draws, len(difference)))
+    means = difference[picks].mean(axis=1)
+    low, high = np.quantile(means, [0.025, 0.975])
+    return float(difference.mean()), float(low), float(high)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Boards to decode, all policies the same ones, with the same seeds."""
+
+    name: str
+    tokens: Tensor
+    temperature: float
+    seeds: Tensor
+
+
+def make_task(name: str, boards: int, *, split: Split = "test") -> Task:
+    """The boards of a task: shipped puzzles, empty grids, or random boards with 20 clues left.
+
+    Args:
+        name: "solve", "generate" or "complete".
+        boards: how many.
+        split: "test" for what is reported, "validation" for choosing settings; they share no board and no seed.
+
+    Raises:
+        ValueError: for an unknown name, or more puzzles than ship.
+    """
+    seed = {"test": 1, "validation": 2}[split]
+    seeds = torch.arange(boards) + seed * 1_000_003
+    if name == "solve":
+        givens = torch.from_numpy((test_puzzles() if split == "test" else validation_puzzles()).givens).long()
+        if boards > len(givens):
+            raise ValueError(f"make_task: {len(givens)} {split} puzzles ship, got boards={boards}")
+        return Task(name, givens[:boards], 0.0, seeds)
+    if name == "generate":
+        return Task(name, torch.full((boards, CELLS), MASK_TOKEN), 1.0, seeds)
+    if name == "complete":
+        full = random_boards(boards, seed=seed + 70)
+        return Task(name, torch.from_numpy(random_clues(full, CLUES, seed=seed + 80)).long(), 1.0, seeds)
+    raise ValueError(f"make_task: name must be 'solve', 'generate' or 'complete', got {name!r}")
+
+
+def solving_policies(regime: str, mi: PairScorer) -> dict[str, Policy]:
+    """Policies for one right answer. The first is the yardstick of the rest."""
+    epsilon = {"strong": 0.05, "weak": 0.4}[regime]
+    return {
+        "sequential": Sequential(),
+        "random 4": Random(4),
+        "top-4": TopK(4),
+        "confidence 0.9": Confidence(0.9),
+        "entropy bound 0.2": EntropyBound(0.2),
+        f"confidence budget {epsilon}": ConfidenceBudget(epsilon),
+        "MI budget 0.3": MIBudget(mi, 0.3),
+        "MI budget 0.3, cheapest": MIBudget(mi, 0.3, order="cheapest"),
+        "MI threshold 0.05": MIThreshold(mi, 0.05),
+        "control: shuffled MI budget 0.3": MIBudget(Shuffled(mi), 0.3),
+    }
+
+
+def sampling_policies(mi: PairScorer) -> dict[str, Policy]:
+    """Policies for drawing one of many answers. The first is the yardstick of the rest."""
+    return {
+        "sequential": Sequential(),
+        "top-2": TopK(2),
+        "entropy bound 0.5": EntropyBound(0.5),
+        "entropy bound 2.3": EntropyBound(2.3),
+        "MI budget 0.02, no entropy": MIBudget(mi, 0.02, entropy_weight=0.0),
+        "MI budget 0.05, no entropy": MIBudget(mi, 0.05, entropy_weight=0.0),
+        "MI budget 0.1, no entropy": MIBudget(mi, 0.1, entropy_weight=0.0),
+        "MI threshold 0.02": MIThreshold(mi, 0.02),
+        "control: shuffled MI budget 0.02, no entropy": MIBudget(Shuffled(mi), 0.02, entropy_weight=0.0),
+    }
+
+
+def oracle_policies(task: str) -> dict[str, Policy]:
+    """The rules with MI probed from the model itself at every pass, in all three forms, instead of predicted."""
+    policies: dict[str, Policy] = {"sequential, same boards": Sequential()}
+    for form in FORMS:
+        probed = Probing(form, epsilon=0.005 if form == "joint" else 0.0)
+        if task == "solve":
+            policies[f"probed MI ({form}) budget 0.3"] = MIBudget(probed, 0.3)
+        else:
+            policies[f"probed MI ({form}) budget 0.02, no entropy"] = MIBudget(probed, 0.02, entropy_weight=0.0)
+    control = Shuffled(Probing("joint", epsilon=0.005))
+    if task == "solve":
+        policies["control: shuffled probed MI (joint) budget 0.3"] = MIBudget(control, 0.3)
+    else:
+        policies["control: shuffled probed MI (joint) budget 0.02, no entropy"] = MIBudget(
+            control, 0.02, entropy_weight=0.0
+        )
+    return policies
+
+
+def measure(
+    model: MaskedModel,
+    regime: str,
+    task: Task,
+    policies: dict[str, Policy],
+    *,
+    progress: Callable[[str, int], None] | None = None,
+) -> Iterator[Row]:
+    """Decode the task's boards with every policy; the first one is what the others are compared with."""
+    yardstick: tuple[Tensor, float] | None = None
+    for name, policy in policies.items():
+        start = time.perf_counter()
+        result = decode(
+            model,
+            task.tokens,
+            policy,
+            temperature=task.temperature,
+            seeds=task.seeds,
+            progress=None if progress is None else lambda done, name=name: progress(name, done),  # type: ignore[misc]
+        )
+        seconds = time.perf_counter() - start
+        solved = is_valid_board(result.tokens)
+        low, high = wilson(int(solved.sum()), len(solved))
+        against = (None, None, None) if yardstick is None else paired_bootstrap(solved, yardstick[0])
+        yardstick = yardstick or (solved, seconds)
+        yield Row(
+            task.name,
+            regime,
+            name,
+            len(solved),
+            float(result.passes.double().mean()),
+            float(solved.double().mean()),
+            low,
+            high,
+            seconds,
+            *against,
+            yardstick[1] / seconds,
+        )
+
+
+def rule_matrix() -> Tensor:
+    """[81, 81] bool: True where two cells share a row, a column or a box."""
+    codes = position_codes()
+    return (codes @ codes.T > 0) & ~torch.eye(CELLS, dtype=torch.bool)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.exact import JointTable, xor_triple
+
+LENGTH, VOCABULARY = 4, 3
+MASK = VOCABULARY
+
+
+def random_table() -> JointTable:
+    weights = torch.rand((VOCABULARY,) * LENGTH, generator=torch.Generator().manual_seed(1)) ** 3
+    weights[0, :, 1] = 0.0  # some sequences are impossible
+    return JointTable(weights)
+
+
+def enumerate_sequences(model: JointTable, visible: list[int]) -> dict[tuple[int, ...], float]:
+    """Every sequence that agrees with what is visible, with its probability given that."""
+    weights = {
+        sequence: float(model.joint[sequence])
+        for sequence in itertools.product(range(model.vocab_size), repeat=model.length)
+        if all(seen in (model.mask_token_id, token) for seen, token in zip(visible, sequence, strict=True))
+    }
+    total = sum(weights.values())
+    return {sequence: weight / total for sequence, weight in weights.items()}
+
+
+def enumerate_entropy(model: JointTable, visible: list[int], positions: tuple[int, ...]) -> float:
+    mass: dict[tuple[int, ...], float] = {}
+    for sequence, p in enumerate_sequences(model, visible).items():
+        key = tuple(sequence[i] for i in positions)
+        mass[key] = mass.get(key, 0.0) + p
+    return -sum(p * math.log(p) for p in mass.values() if p > 0)
+
+
+VISIBLE = [[MASK] * 4, [MASK, 1, MASK, MASK], [1, MASK, MASK, 0], [2, 2, MASK, 1]]
+
+
+@pytest.mark.parametrize("visible", VISIBLE)
+def test_marginals_are_those_of_the_enumerated_joint(visible: list[int]) -> None:
+    model = random_table()
+    logits, hidden = model(torch.tensor([visible]))
+    expected = torch.zeros(LENGTH, VOCABULARY, dtype=torch.float64)
+    for sequence, p in enumerate_sequences(model, visible).items():
+        for i, token in enumerate(sequence):
+            expected[i, token] += p
+    torch.testing.assert_close(logits[0].exp(), expected, rtol=0, atol=1e-12)
+    assert (logits[0] == -torch.inf).equal(expected == 0)
+    assert hidden.shape == (1, LENGTH, model.hidden_size)
+    torch.testing.assert_close(hidden[0], torch.cat([expected.float(), torch.eye(LENGTH)], dim=1))
+
+
+@pytest.mark.parametrize("visible", VISIBLE)
+def test_entropies_and_information_are_those_of_the_enumerated_joint(visible: list[int]) -> None:
+    model, tokens = random_table(), torch.tensor(visible)
+    masked = tuple(i for i, token in enumerate(visible) if token == MASK)
+    mi = model.mutual_information(tokens)
+    for i, j in itertools.product(range(LENGTH), repeat=2):
+        expected = 0.0
+        if i != j and {i, j} <= set(masked):
+            single = enumerate_entropy(model, visible, (i,)) + enumerate_entropy(model, visible, (j,))
+            expected = single - enumerate_entropy(model, visible, (i, j))
+        assert float(mi[i, j]) == pytest.approx(expected, abs=1e-12)
+    singles = sum(enumerate_entropy(model, visible, (i,)) for i in masked)
+    together = enumerate_entropy(model, visible, masked)
+    assert model.entropy(tokens, masked) == pytest.approx(together, abs=1e-12)
+    assert model.total_correlation(tokens, masked) == pytest.approx(singles - together, abs=1e-12)
+
+
+def test_marginal_has_its_axes_in_the_order_asked_for() -> None:
+    model, tokens = random_table(), torch.full((LENGTH,), MASK)
+    assert model.marginal(tokens, (2, 0)).equal(model.marginal(tokens, (0, 2)).t())
+    torch.testing.assert_close(model.marginal(tokens, (3, 1, 0, 2)).permute(2, 1, 3, 0), model.joint)
+
+
+def test_two_bits_by_hand() -> None:
+    # H(X1) = ln 2, H(X2) = H(.6, .4) = 0.673012, H = H(.4, .1, .2, .3) = 1.279854
+    model = JointTable(torch.tensor([[0.4, 0.1], [0.2, 0.3]], dtype=torch.float64))
+    tokens = torch.tensor([2, 2])
+    assert model.entropy(tokens, (0, 1)) == pytest.approx(1.279854, abs=1e-6)
+    assert float(model.mutual_information(tokens)[0, 1]) == pytest.approx(0.086305, abs=1e-6)
+    assert model(torch.tensor([[0, 2]])).logits[0, 1].exp().tolist() == pytest.approx([0.8, 0.2])
+
+
+def test_xor_has_no_pairwise_information_and_ln_2_of_total_correlation() -> None:
+    model, tokens = xor_triple(), torch.tensor([2, 2, 2])
+    assert model.mutual_information(tokens).abs().max() < 1e-12
+    assert model.total_correlation(tokens, (0, 1, 2)) == pytest.approx(math.log(2), abs=1e-12)
+    given = model.mutual_information(torch.tensor([2, 2, 1]))
+    assert float(given[0, 1]) == pytest.approx(math.log(2), abs=1e-12)
+
+
+def test_one_position_and_one_token() -> None:
+    assert JointTable(torch.tensor([1.0, 3.0]))(torch.tensor([[2]])).logits.exp().tolist() == [[[0.25, 0.75]]]
+    assert JointTable(torch.ones(1, 1))(torch.tensor([[1, 0]])).logits.tolist() == [[[0.0], [0.0]]]
+
+
+def test_padding_is_summed_out_whatever_stands_there() -> None:
+    model = random_table()
+    visible = torch.tensor([[True, True, True, False]])
+    expected = model(torch.tensor([[1, MASK, MASK, MASK]]))
+    for token in range(MASK + 1):
+        output = model(torch.tensor([[1, MASK, MASK, token]]), visible)
+        assert output.logits.equal(expected.logits)
+
+
+def test_a_table_is_a_masked_model() -> None:
+    assert isinstance(xor_triple(), MaskedModel)
+
+
+@pytest.mark.parametrize(
+    "joint",
+    [
+        torch.ones(2, 3),
+        torch.tensor(1.0),
+        torch.zeros(2, 2),
+        torch.tensor([1.0, -0.5]),
+        torch.tensor([1.0, torch.nan]),
+        torch.tensor([1.0, torch.inf]),
+    ],
+)
+def test_a_table_that_is_no_distribution_is_refused(joint: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="JointTable: joint must"):
+        JointTable(joint)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"), [([0, 1, 1], "probability 0"), ([5, 2, 2], "probability 0"), ([2], "must be")]
+)
+def test_the_impossible_and_other_lengths_are_refused(tokens: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        JointTable(torch.eye(2)[:, :, None] * torch.tensor([1.0, 0.0]))(torch.tensor([tokens]))
