@@ -1,7 +1,7 @@
 """The C++ extension and nothing else: all metadata is in pyproject.toml. MDMI_NO_EXT=1 leaves the extension out."""
 
 import os
-from glob import glob
+from pathlib import Path
 
 from setuptools import setup
 
@@ -15,8 +15,10 @@ def extensions():
     return [
         Pybind11Extension(
             "mdmi_fast._C",
-            sources=sorted(glob("csrc/*.cpp")),
-            depends=sorted(glob("csrc/*.hpp") + glob("csrc/*.inc")),  # rebuilds, and belongs to the source distribution
+            sources=sorted(map(str, Path("csrc").glob("*.cpp"))),
+            depends=sorted(
+                map(str, [*Path("csrc").glob("*.hpp"), *Path("csrc").glob("*.inc")])
+            ),  # rebuilds, and belongs to the source distribution
             cxx_std=17,
             # No contraction: costs of a selection must round the same everywhere; kernels ask for fma by name.
             # No target flags: each isa_*.cpp names its own, the rest must run on any processor.

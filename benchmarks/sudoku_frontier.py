@@ -53,7 +53,10 @@ def main() -> None:
     rows = []
     for row in measure(load_model(options.regime), options.regime, task, chosen):
         rows.append(row)
-        print(f"{row.policy:45s} {row.passes:6.2f} passes  {row.solved:6.1%} [{row.low:.1%}, {row.high:.1%}]  {row.seconds:5.1f} s", flush=True)
+        print(
+            f"{row.policy:45s} {row.passes:6.2f} passes  {row.solved:6.1%} [{row.low:.1%}, {row.high:.1%}]  {row.seconds:5.1f} s",
+            flush=True,
+        )
     if options.out:
         new = not options.out.exists()
         with options.out.open("a", newline="") as file:

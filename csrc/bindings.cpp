@@ -6,10 +6,14 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <tuple>
+#include <vector>
 
 #include "kernels.hpp"
+#include "mlp.hpp"
 #include "pairwise.hpp"
+#include "pairwise_backward.hpp"
 #include "score_and_select.hpp"
 #include "select.hpp"
 #include "stats.hpp"
@@ -92,6 +96,27 @@ mdmi::PairRule pair_rule(const RuleIn& in) {
   return {mdmi::Symmetry(std::get<0>(in)), std::get<1>(in), std::get<2>(in)};
 }
 
+// Layers as (weight, bias, in, out), then w_out, its width, b_out, whether operands are bfloat16.
+using WeightsIn =
+    std::tuple<std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>>, uintptr_t, int64_t, float, bool>;
+using GradientsOut = std::tuple<uintptr_t, uintptr_t, std::vector<uintptr_t>, std::vector<uintptr_t>, uintptr_t, uintptr_t>;
+
+mdmi::NetworkWeights network_weights(const WeightsIn& in) {
+  const auto& [layers, w_out, last_width, b_out, bf16] = in;
+  mdmi::NetworkWeights weights{{}, pointer<float>(w_out), last_width, b_out, bf16};
+  for (const auto& [weight, bias, rows, columns] : layers)
+    weights.layers.push_back({pointer<float>(weight), pointer<float>(bias), rows, columns});
+  return weights;
+}
+
+mdmi::PairGradients gradients(const GradientsOut& out) {
+  const auto& [u, v, weights, biases, w_out, b_out] = out;
+  mdmi::PairGradients to{pointer<float>(u), pointer<float>(v), {}, {}, pointer<float>(w_out), pointer<float>(b_out)};
+  for (uintptr_t weight : weights) to.weights.push_back(pointer<float>(weight));
+  for (uintptr_t bias : biases) to.biases.push_back(pointer<float>(bias));
+  return to;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -127,6 +152,11 @@ PYBIND11_MODULE(_C, m) {
     py::gil_scoped_release unlocked;
     mdmi::color(positions(shape, 0, 0, {0, 0}, mask, mask_strides), matrix(mi, mi_dtype, mi_strides), tau,
                 pointer<int64_t>(group), threads);
+  });
+  m.def("mlp", [](const mdmi::PackedNetwork& network, uintptr_t x, int64_t rows, int64_t inner, int64_t outer_stride,
+                  int64_t inner_stride, uintptr_t out, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::mlp(network, {pointer<float>(x), rows, inner, outer_stride, inner_stride}, pointer<float>(out), threads);
   });
   m.attr("sudoku_weights") = mdmi::sudoku::kWeights;
   m.def("sudoku_forward", [](uintptr_t tokens, int64_t boards, uintptr_t weights, int iterations, uintptr_t codes,
@@ -184,14 +214,11 @@ PYBIND11_MODULE(_C, m) {
     mdmi::mixture_entropy_backward(stack(logits), width, pointer<double>(grad), rows_out(d_logits), threads);
   });
 
-  py::class_<mdmi::PackedNetwork>(m, "PackedNetwork")
-      .def(py::init([](const std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>>& layers, uintptr_t w_out,
-                       int64_t last_width, float b_out, bool bf16) {
-        std::vector<mdmi::LayerWeights> weights;
-        for (const auto& [weight, bias, in, out] : layers)
-          weights.push_back({pointer<float>(weight), pointer<float>(bias), in, out});
-        return std::make_unique<mdmi::PackedNetwork>(weights, pointer<float>(w_out), last_width, b_out, bf16);
-      }));
+  py::class_<mdmi::PackedNetwork>(m, "PackedNetwork").def(py::init([](const WeightsIn& in) {
+    const mdmi::NetworkWeights weights = network_weights(in);
+    return std::make_unique<mdmi::PackedNetwork>(weights.layers, weights.w_out, weights.last_width, weights.b_out,
+                                                 weights.bf16);
+  }));
   m.def("score_all", [](const mdmi::PackedNetwork& network, const HalvesIn& in, const RuleIn& rule, uintptr_t out,
                         int threads) {
     py::gil_scoped_release unlocked;
@@ -220,4 +247,22 @@ PYBIND11_MODULE(_C, m) {
                                         {pointer<double>(gamma), lam, entropy_weight, false, limit},
                                         pointer<uint8_t>(selected), pointer<double>(spent), threads);
         });
+  m.def("score_all_backward", [](const WeightsIn& weights, const HalvesIn& in, const RuleIn& rule, uintptr_t grad,
+                                 const GradientsOut& out, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::score_all_backward(network_weights(weights), halves(in), pair_rule(rule), pointer<float>(grad),
+                             gradients(out), threads);
+  });
+  m.def("score_rows_backward", [](const WeightsIn& weights, const HalvesIn& in, const RuleIn& rule, uintptr_t rows,
+                                  int64_t n_rows, uintptr_t grad, const GradientsOut& out, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::score_rows_backward(network_weights(weights), halves(in), pair_rule(rule), pointer<int64_t>(rows), n_rows,
+                              pointer<float>(grad), gradients(out), threads);
+  });
+  m.def("score_band_backward", [](const WeightsIn& weights, const HalvesIn& in, const RuleIn& rule, int64_t window,
+                                  uintptr_t grad, const GradientsOut& out, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::score_band_backward(network_weights(weights), halves(in), pair_rule(rule), window, pointer<float>(grad),
+                              gradients(out), threads);
+  });
 }

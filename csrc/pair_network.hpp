@@ -22,4 +22,12 @@ struct PairNetwork {
   int64_t widest;  // of all z, filled up
 };
 
+// Activations z and gradients d of a chunk of pairs, for each level from the combined halves to the last layer:
+// [pairs, stride[level]]. grad [pairs] comes in for the scores.
+struct PairTape {
+  float *const *z, *const *d;
+  const int64_t* stride;
+  float* grad;
+};
+
 }  // namespace mdmi

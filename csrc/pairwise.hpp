@@ -24,6 +24,7 @@ class PackedNetwork {
   PackedNetwork(const PackedNetwork&) = delete;
   PackedNetwork& operator=(const PackedNetwork&) = delete;
 
+  const std::vector<DenseLayer>& layers() const { return layers_; }
   PairNetwork view(int64_t width, bool multiply, bool softplus) const;
 
  private:

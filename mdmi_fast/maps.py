@@ -92,7 +92,7 @@ class MIMap:
             ValueError: it is no map.
         """
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 mi, entropy, tokens, mask = (torch.from_numpy(arrays[name]) for name in _ARRAYS)
                 return cls(mi, entropy, tokens, mask, tuple(arrays["labels"].tolist()), str(arrays["source"]))
         except FileNotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import UsageError
@@ -14,11 +15,19 @@ if TYPE_CHECKING:
     from mdmi_fast.estimator import PairScorer
     from mdmi_fast.labels import Form
 
-POLICY_HELP = (
-    "which positions to unmask in a pass: sequential, topk:K, random:K, confidence:THRESHOLD, "
-    "confidence-budget:EPSILON, entropy-bound:GAMMA, "
-    "mi-budget:GAMMA[,lam=X][,entropy_weight=X][,order=entropy|cheapest][,limit=N], mi-threshold:TAU[,limit=N]"
-)
+POLICY_FORMS = """\
+policies (SPEC):
+  sequential                   one position a pass, the one of lowest entropy
+  topk:K                       the K most confident positions
+  random:K                     K positions at random
+  confidence:THRESHOLD         every position of at least that probability
+  confidence-budget:EPSILON    the most positions with sum(1 - probability) <= EPSILON
+  entropy-bound:GAMMA          the most with sum(entropy) - max(entropy) <= GAMMA nats
+  mi-budget:GAMMA[,lam=X][,entropy_weight=X][,order=entropy|cheapest][,limit=N]
+                               greedy: entropy_weight * entropy + lam * sum(MI to those
+                               chosen) within GAMMA nats; entropy_weight=0 for sampling
+  mi-threshold:TAU[,limit=N]   positions that share less than TAU nats pairwise
+"""
 MODEL_HELP = "a model by name, such as sudoku or sudoku:weak"
 DATA_HELP = 'a file, or - for standard input: a JSON object {"tokens": [...]} a line, or puzzles for sudoku models'
 FORM_NAMES = ("joint", "entropy", "kl")
@@ -61,6 +70,22 @@ def policy_spec(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def add_policy(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
+    """--policy, and the list of policies below the options."""
+    told = "which positions to unmask in a pass, see below"
+    parser.add_argument(
+        "--policy",
+        type=policy_spec,
+        required=default is None,
+        default=default,
+        metavar="SPEC",
+        help=told if default is None else f"{told} (default: {default})",
+    )
+    parser.description = textwrap.fill(parser.description or "", 78)
+    parser.epilog = POLICY_FORMS
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +138,7 @@ def _probed_form(source: str) -> Form | None:
 
 
 def find_estimator(source: str | None, *, model: str) -> PairScorer:
-    """The estimator of a name or folder; without one that which ships for the model.
+    """The estimator of a name or folder; without one that which ships for the model, under the same name.
 
     Raises:
         UsageError: none is named and none ships.
@@ -122,7 +147,7 @@ def find_estimator(source: str | None, *, model: str) -> PairScorer:
 
     if source is None and kind_of(model) != "sudoku":
         raise UsageError(f"no estimator ships for {model}: name one with --estimator")
-    return load_estimator(source or "sudoku")
+    return load_estimator(source or model)
 
 
 def load_policy(options: argparse.Namespace, *, model: str) -> Policy:

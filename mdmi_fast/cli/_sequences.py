@@ -54,6 +54,8 @@ def read_lines(source: str) -> list[str]:
     lines.name = "<stdin>"
     if sys.stdin is None:
         raise UsageError("there is no standard input to read")
+    if sys.stdin.isatty():
+        print("reading from the terminal; end with ctrl-D", file=sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")
     lines.extend(sys.stdin)
@@ -121,7 +123,7 @@ def _read_json_lines(lines: list[str], model: MaskedModel) -> list[TokenSequence
 
 def _read_record(line: str, model: MaskedModel) -> TokenSequence:
     try:
-        record = json.loads(line)
+        record = json.loads(line.rstrip())
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} (character {error.pos + 1})") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets

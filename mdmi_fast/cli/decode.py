@@ -12,13 +12,12 @@ from typing import IO, Any
 
 from mdmi_fast.cli._options import (
     DATA_HELP,
-    POLICY_HELP,
     add_decoding,
     add_model,
+    add_policy,
     add_threads,
     json_text,
     load_policy,
-    policy_spec,
     positive,
 )
 from mdmi_fast.files import replace_file
@@ -33,7 +32,7 @@ def add(subparsers: Any) -> None:
     )
     add_model(parser)
     parser.add_argument("--data", required=True, metavar="FILE", help=DATA_HELP)
-    parser.add_argument("--policy", required=True, type=policy_spec, metavar="SPEC", help=POLICY_HELP)
+    add_policy(parser)
     add_decoding(parser)
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N sequences")
     parser.add_argument("--out", type=Path, metavar="FILE", help="instead of standard output")

@@ -13,7 +13,9 @@ from mdmi_fast.files import replace_file
 if TYPE_CHECKING:
     from mdmi_fast.tasks.sudoku.demo import Row
 
-HEADER = f"{'policy':<48}{'passes':>8}{'valid':>8}  {'95% interval':<16}{'seconds':>8}{'speed':>7}  difference to sequential"
+HEADER = (
+    f"{'policy':<48}{'passes':>8}{'valid':>8}  {'95% interval':<16}{'seconds':>8}{'speed':>7}  difference to sequential"
+)
 TITLES = {
     "solve": "Solving hard puzzles, one right answer (temperature 0)",
     "generate": "Sampling boards from an empty grid (temperature 1)",
@@ -32,20 +34,15 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--puzzles", type=int, default=1000, help="hard puzzles to solve (default: all 1,000)")
     parser.add_argument("--boards", type=int, help="boards to sample in each task (default: 150, with --full 500)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
-    parser.add_argument("--out", type=Path, default=Path("mdmi-demo"), help="folder of the pictures (default: mdmi-demo)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("mdmi-demo"), help="folder of the pictures (default: mdmi-demo)"
+    )
     parser.add_argument("--no-pictures", action="store_true", help="print the table only")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    rows: list[Row] = []
-    section = None
-    for row in _rows(options):
-        if (row.task, row.regime) != section:
-            section = (row.task, row.regime)
-            print(f"\n{TITLES[row.task]}; {row.regime} network, {row.boards} boards\n{HEADER}")
-        print(_line(row), flush=True)
-        rows.append(row)
+    rows = list(_rows(options))
     if options.json:
         with replace_file(options.json) as temporary:
             temporary.write_text(json.dumps({"rows": [row.as_dict() for row in rows]}, indent=1) + "\n")
@@ -57,31 +54,31 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Measure and print every row, task by task."""
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.estimator import load_estimator
     from mdmi_fast.tasks.sudoku import demo
     from mdmi_fast.tasks.sudoku.model import load_model
 
-    mi = load_estimator("sudoku")
+    estimators = {regime: load_estimator(f"sudoku:{regime}") for regime in ("strong", "weak")}
     sampled = options.boards or (500 if options.full else 150)
     plan: list[tuple[str, str, int, dict[str, Any]]] = []
-    for regime in ("strong", "weak"):
-        plan.append(("solve", regime, options.puzzles, demo.solving_policies(regime, mi)))
+    for regime, mi in estimators.items():
+        plan.append(("solve", regime, options.puzzles, demo.solving_policies(regime, mi, full=options.full)))
     for regime in ("strong", "weak") if options.full else ("strong",):
         for task in ("generate", "complete"):
-            plan.append((task, regime, sampled, demo.sampling_policies(mi)))
+            plan.append((task, regime, sampled, demo.sampling_policies(estimators[regime], full=options.full)))
     if options.full:
         for task in ("solve", "generate", "complete"):
             plan.append((task, "strong", min(100, sampled), demo.oracle_policies(task)))
     for task, regime, boards, policies in plan:
+        print(f"\n{TITLES[task]}; {regime} network, {boards} boards\n{HEADER}", flush=True)
         with bar(total=boards * len(policies), unit="board", description=f"{task}, {regime}") as progress:
-            yield from demo.measure(
-                load_model(regime),
-                regime,
-                demo.make_task(task, boards),
-                policies,
-                progress=lambda _, done, progress=progress: progress.update(done),
-            )
+            for row in demo.measure(
+                load_model(regime), regime, demo.make_task(task, boards), policies, progress=progress.update
+            ):
+                progress.write(_line(row))
+                yield row
 
 
 def _line(row: Row) -> str:

@@ -98,7 +98,7 @@ def _expected(model: str) -> Tensor | None:
     """The structure that the task is known to have."""
     if kind_of(model) != "sudoku":
         return None
-    from mdmi_fast.tasks.sudoku.demo import rule_matrix
+    from mdmi_fast.tasks.sudoku.boards import rule_matrix
 
     return rule_matrix()
 

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import InputError
-from mdmi_fast.cli._options import POLICY_HELP, add_decoding, add_threads, json_text, load_policy, policy_spec
+from mdmi_fast.cli._options import add_decoding, add_policy, add_threads, json_text, load_policy
 
 if TYPE_CHECKING:
     from mdmi_fast.cli._sequences import Decoded
@@ -25,13 +25,7 @@ def add(subparsers: Any) -> None:
         "file", nargs="?", default="-", metavar="FILE", help="puzzles, or - for standard input (default)"
     )
     parser.add_argument("--model", choices=("strong", "weak"), default="strong", help="network (default: strong)")
-    parser.add_argument(
-        "--policy",
-        type=policy_spec,
-        default="confidence-budget:0.05",
-        metavar="SPEC",
-        help=f"{POLICY_HELP} (default: %(default)s)",
-    )
+    add_policy(parser, default="confidence-budget:0.05")
     add_decoding(parser)
     parser.add_argument(
         "--any-solution", action="store_true", help="accept puzzles with several solutions, even an empty grid"
@@ -55,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if not givens:
         raise InputError(f"{options.file}: holds no puzzles")
     model = load_model(options.model)
-    policy = load_policy(options, model="sudoku")
+    policy = load_policy(options, model=f"sudoku:{options.model}")
     start = time.perf_counter()
     with bar(total=len(givens), unit="puzzle", description="solving") as progress:
         found = list(

@@ -60,7 +60,7 @@ def decode(
     seeds: Tensor | None = None,
     attention_mask: Tensor | None = None,
     trace: bool = False,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> DecodeResult:
     """Fill every masked position of a batch.
 

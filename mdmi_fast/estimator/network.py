@@ -41,6 +41,22 @@ class Head:
         )
 
 
+class SequenceLinear(nn.Linear):
+    """A linear layer that, outside of training, multiplies every sequence of a batch by itself.
+
+    How a matrix product rounds a row depends on the matrix's shape and on the row's place in it. A sequence in memory
+    of its own comes out the same, bit for bit, in every batch.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, ..., in] to [B, ..., out]."""
+        if self.training or not len(x):
+            return super().forward(x)
+        sequences = x.reshape(len(x), -1, self.in_features)
+        y = torch.stack([F.linear(sequence.clone(), self.weight, self.bias) for sequence in sequences])
+        return y.view(*x.shape[:-1], self.out_features)
+
+
 class PairScorer(nn.Module):
     """A pair network that `ops.pairwise_mlp` can score: two halves per position, then dense layers on the pair.
 
@@ -65,7 +81,7 @@ class PairScorer(nn.Module):
         self._frozen: tuple[tuple[int, ...], Head, ops.PreparedPairwise] | None = None
 
     def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The halves u and v [B, N, H1] of hidden [B, N, D], each row from its own hidden state alone."""
+        """The halves u and v [B, N, H1] of hidden [B, N, D], each position from its own state (see `SequenceLinear`)."""
         raise NotImplementedError
 
     def head(self) -> Head:
@@ -146,20 +162,12 @@ class PairScorer(nn.Module):
         return {"combine": self.combine, "symmetry": self.symmetry, "activation": "softplus"}
 
     def _checked_halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        if hidden.ndim < 2 or hidden.shape[-1] != self.hidden_size:
+        if hidden.ndim != 3 or hidden.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"{type(self).__name__}: hidden must be [B, N, {self.hidden_size}], as the estimator was trained, "
                 f"got shape {tuple(hidden.shape)}"
             )
-        hidden = hidden.to(next(self.parameters()).dtype)
-        rows, fewest = hidden.shape[:-1].numel(), max(64, 8 * torch.get_num_threads())
-        if rows >= fewest:
-            return self.halves(hidden)
-        # A matrix product of a few rows rounds otherwise than one of many, and a sequence must not depend on its batch.
-        padded = F.pad(hidden.reshape(rows, -1), (0, 0, 0, fewest - rows))
-        u, v = self.halves(padded.unsqueeze(0))
-        left = u[0, :rows].reshape(*hidden.shape[:-1], u.shape[-1])
-        return left, left if v is u else v[0, :rows].reshape(left.shape)
+        return self.halves(hidden.to(next(self.parameters()).dtype))
 
     def _current_head(self) -> tuple[Head, ops.PreparedPairwise | None]:
         """The head; outside of training packed once and kept until a weight changes."""
@@ -247,6 +255,15 @@ def read_configuration(folder: Path) -> dict[str, Any]:
     return config
 
 
+class ShippedScorer(PairScorer):
+    """An estimator that comes with a package, registered as an entry point of the group "mdmi_fast.estimators"."""
+
+    @classmethod
+    def shipped(cls: type[E], variant: str = "") -> E:
+        """The estimator that ships, or one of several by name."""
+        raise NotImplementedError
+
+
 class PairwiseMIEstimator(PairScorer):
     """The general estimator: any hidden state in, one to three hidden layers.
 
@@ -288,13 +305,14 @@ class PairwiseMIEstimator(PairScorer):
         self.symmetry = "mean" if combine == "concat" else "upper"
         first, *widths = self.layers
         if combine == "concat":
-            self.left, self.right = nn.Linear(hidden_size, first), nn.Linear(hidden_size, first, bias=False)
+            self.left = SequenceLinear(hidden_size, first)
+            self.right = SequenceLinear(hidden_size, first, bias=False)
             inputs = first
         else:
-            self.project = nn.Linear(hidden_size, first)
+            self.project = SequenceLinear(hidden_size, first)
             inputs, widths = first, [first, *widths]
         if combine == "interaction":
-            self.alone = nn.Linear(hidden_size, first)
+            self.alone = SequenceLinear(hidden_size, first)
             self.alone_in = nn.Linear(first, first, bias=False)
         self.dense = nn.ModuleList(nn.Linear(a, b) for a, b in zip([inputs, *widths], widths, strict=False))
         self.last = nn.Linear(widths[-1] if widths else inputs, 1)
@@ -323,7 +341,7 @@ class PairwiseMIEstimator(PairScorer):
 
 
 def load_estimator(source: str | Path) -> PairScorer:
-    """Load an estimator: a registered name ("sudoku") or a folder written by `save_pretrained`.
+    """Load an estimator: a registered name ("sudoku", "sudoku:weak") or a folder written by `save_pretrained`.
 
     Args:
         source: a folder where there is one of that name, else the name.
@@ -343,5 +361,6 @@ def load_estimator(source: str | Path) -> PairScorer:
         return architecture_class.from_pretrained(source)
     if "/" in str(source) or isinstance(source, Path):
         raise FileNotFoundError(f"load_estimator: no folder {source}")
-    registered: type[PairScorer] = resolve("mdmi_fast.estimators", str(source))
-    return registered.shipped()  # type: ignore[attr-defined,no-any-return]
+    name, _, variant = source.partition(":")
+    registered: type[ShippedScorer] = resolve("mdmi_fast.estimators", name)
+    return registered.shipped(variant) if variant else registered.shipped()

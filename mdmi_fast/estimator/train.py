@@ -123,7 +123,7 @@ def train_estimator(
             total += loss.item()
         if not math.isfinite(total):
             raise ValueError(f"train_estimator: the loss of epoch {epoch} is {total}; lower learning_rate")
-        report = evaluate_estimator(estimator, model, judge)
+        report = evaluate_estimator(estimator.eval(), model, judge)
         if on_epoch is not None:
             on_epoch(TrainingProgress(epoch, total / steps_per_epoch, report))
         score = -math.inf if math.isnan(report.pearson) else report.pearson  # NaN: all predictions are equal
@@ -133,4 +133,4 @@ def train_estimator(
             break
     assert best is not None  # there was at least one epoch
     estimator.load_state_dict(best.weights)
-    return estimator.eval(), best.report
+    return estimator, best.report

@@ -8,11 +8,14 @@ from torch import Tensor
 from mdmi_fast import _C
 from mdmi_fast._threads import get_num_threads
 from mdmi_fast.native._memory import DTYPE, mask_of, single_or_double
-from mdmi_fast.native.pairwise import Call, refusals
-
-__all__ = ["color", "refusals", "score_and_select", "select_budget", "select_threshold"]
+from mdmi_fast.native.pairwise import Pairs, prepare_pairwise, scoring_refusals
 
 NO_LIMIT = 2**62
+
+
+def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
+    """Why this backend cannot run a call."""
+    return scoring_refusals(tensors[1:], precision) if op == "score_and_select" else []
 
 
 def _new_selection(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,13 +114,14 @@ def score_and_select_counted(
     prepared: _C.PackedNetwork | None = None,
 ) -> tuple[Tensor, Tensor, int]:
     """`score_and_select`, and how many pairs it scored."""
-    call = Call(u, v, weights, biases, w_out, b_out, mask, combine, symmetry, activation, precision, prepared)
+    network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
+    pairs = Pairs(u, v, mask, combine, symmetry, activation)
     entropy, gamma = single_or_double(entropy), gamma.contiguous()
     selected, spent = _new_selection(entropy)
-    pairs = _C.score_and_select(
-        call.network,
-        call.halves,
-        call.rule,
+    n_pairs = _C.score_and_select(
+        network,
+        pairs.halves,
+        pairs.rule,
         entropy.data_ptr(),
         DTYPE[entropy.dtype],
         entropy.stride(),
@@ -129,7 +133,7 @@ def score_and_select_counted(
         spent.data_ptr(),
         get_num_threads(),
     )
-    return selected, spent, pairs
+    return selected, spent, n_pairs
 
 
 def score_and_select(

@@ -17,7 +17,7 @@ TILE_ELEMENTS = 1 << 20
 
 
 def _new_stats(lead: torch.Size) -> Stats:
-    h, lse, confidence, margin = torch.empty((4, *lead), dtype=torch.float32).unbind(0)
+    h, lse, confidence, margin = (torch.empty(lead, dtype=torch.float32) for _ in range(4))
     return h, lse, confidence, torch.empty(lead, dtype=torch.int64), margin
 
 

@@ -3,6 +3,7 @@
 from mdmi_fast._threads import get_num_threads, set_num_threads
 from mdmi_fast.ops._dispatch import BACKENDS, backends
 from mdmi_fast.ops.kl import expected_entropy, expected_kl, kl_divergence, mixture_entropy
+from mdmi_fast.ops.mlp import mlp
 from mdmi_fast.ops.pairwise import (
     PreparedPairwise,
     pairwise_mlp,
@@ -27,6 +28,7 @@ __all__ = [
     "kl_divergence",
     "linear_token_stats",
     "mixture_entropy",
+    "mlp",
     "pairwise_mlp",
     "pairwise_mlp_band",
     "pairwise_mlp_rows",

@@ -25,6 +25,7 @@ BACKENDS = tuple(_PACKAGES)
 OPS = {
     "stats": ("entropy", "token_stats", "linear_token_stats"),
     "kl": ("kl_divergence", "expected_entropy", "expected_kl", "mixture_entropy"),
+    "mlp": ("mlp",),
     "pairwise": ("pairwise_mlp", "pairwise_mlp_rows", "pairwise_mlp_band"),
     "select": ("select_budget", "select_threshold", "color", "score_and_select"),
 }

@@ -34,6 +34,12 @@ for _m in range(1, 512):
 _ATTEMPTS = 1024  # boards tried at once: part of what a seed means, so changing it changes every board
 
 
+def rule_matrix() -> torch.Tensor:
+    """[81, 81] bool: True where two cells share a row, a column or a box."""
+    shared = torch.zeros(81, 81, dtype=torch.bool)
+    return shared.scatter_(1, torch.from_numpy(PEERS), True)
+
+
 def random_bits(seed: int, *stream: int) -> np.random.PCG64:
     """The source of randomness for one purpose (stream 0, ... boards, 1 clues, 2, ... puzzles) of a seed.
 
@@ -88,10 +94,13 @@ def random_boards(n: int, *, seed: int) -> Boards:
     Args:
         n: how many, at least 0.
         seed: at least 0.
+
     Returns:
         uint8 [n, 81], digits 1 to 9.
+
     Raises:
         ValueError: n or seed is negative.
+
     Example:
         >>> boards = random_boards(3, seed=0)
         >>> boards.shape, bool(is_valid_board(boards).all())
@@ -118,10 +127,13 @@ def random_clues(boards: Boards, n_clues: int, *, seed: int) -> Boards:
         boards: [n, 81], complete or not.
         n_clues: 0 to 81.
         seed: at least 0.
+
     Returns:
         Givens [n, 81] of the boards' dtype, 0 where a cell is blank.
+
     Raises:
         ValueError: boards is not [n, 81], or n_clues is out of range.
+
     Example:
         >>> givens = random_clues(random_boards(2, seed=0), 20, seed=1)
         >>> (givens > 0).sum(axis=1).tolist()
@@ -142,11 +154,14 @@ def is_valid_board(boards: _Array) -> _Array:
 
     Args:
         boards: integers [..., 81], a torch tensor on any device or a numpy array; values beyond 1 to 9 are not valid.
+
     Returns:
         bool [...], a tensor (same device) for a tensor and an array for an array.
+
     Raises:
         TypeError: boards is neither, or does not hold integers.
         ValueError: the last dimension is not 81.
+
     Example:
         >>> is_valid_board(torch.zeros(2, 81, dtype=torch.int64))
         tensor([False, False])
@@ -179,8 +194,10 @@ def fingerprints(boards: Boards) -> npt.NDArray[np.uint64]:
 
     Args:
         boards: [n, 81], complete valid boards.
+
     Returns:
         uint64 [n].
+
     Example:
         >>> board = random_boards(1, seed=0)
         >>> bool((fingerprints(board) == fingerprints(board.reshape(1, 9, 9).swapaxes(1, 2).reshape(1, 81))).all())

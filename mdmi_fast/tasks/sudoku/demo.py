@@ -33,7 +33,7 @@ from mdmi_fast.decode import (
 from mdmi_fast.estimator import PairScorer
 from mdmi_fast.labels import FORMS
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.tasks.sudoku.model import CELLS, MASK_TOKEN, position_codes
+from mdmi_fast.tasks.sudoku.model import CELLS, MASK_TOKEN
 from mdmi_fast.tasks.sudoku.puzzles import is_valid_board, random_boards, random_clues, test_puzzles, validation_puzzles
 
 Split = Literal["test", "validation"]
@@ -134,36 +134,57 @@ def make_task(name: str, boards: int, *, split: Split = "test") -> Task:
     raise ValueError(f"make_task: name must be 'solve', 'generate' or 'complete', got {name!r}")
 
 
-def solving_policies(regime: str, mi: PairScorer) -> dict[str, Policy]:
-    """Policies for one right answer. The first is the yardstick of the rest."""
-    epsilon = {"strong": 0.05, "weak": 0.4}[regime]
-    return {
+def solving_policies(regime: str, mi: PairScorer, *, full: bool = False) -> dict[str, Policy]:
+    """Policies for one right answer; the first is the yardstick of the rest. `full` adds the controls."""
+    surest, bound = {"strong": (0.05, 0.2), "weak": (0.02, 0.05)}[regime]
+    policies: dict[str, Policy] = {
         "sequential": Sequential(),
         "random 4": Random(4),
         "top-4": TopK(4),
         "confidence 0.9": Confidence(0.9),
-        "entropy bound 0.2": EntropyBound(0.2),
-        f"confidence budget {epsilon}": ConfidenceBudget(epsilon),
+        f"entropy bound {bound}": EntropyBound(bound),
+        f"confidence budget {surest}": ConfidenceBudget(surest),
         "MI budget 0.3": MIBudget(mi, 0.3),
-        "MI budget 0.3, cheapest": MIBudget(mi, 0.3, order="cheapest"),
-        "MI threshold 0.05": MIThreshold(mi, 0.05),
-        "control: shuffled MI budget 0.3": MIBudget(Shuffled(mi), 0.3),
     }
+    if full:
+        policies["MI threshold 0.05"] = MIThreshold(mi, 0.05)
+        for gamma in (0.1, 0.3, 0.6):
+            policies[f"MI budget {gamma}"] = MIBudget(mi, gamma)
+            policies[f"MI budget {gamma}, cheapest"] = MIBudget(mi, gamma, order="cheapest")
+            policies[f"control: shuffled MI budget {gamma}"] = MIBudget(Shuffled(mi), gamma)
+        for gamma in (0.05, 0.1, 0.2, 0.5):
+            policies[f"entropy bound {gamma}"] = EntropyBound(gamma)
+        for epsilon in (0.02, 0.05, 0.1, 0.2):
+            policies[f"confidence budget {epsilon}"] = ConfidenceBudget(epsilon)
+    return policies
 
 
-def sampling_policies(mi: PairScorer) -> dict[str, Policy]:
-    """Policies for drawing one of many answers. The first is the yardstick of the rest."""
-    return {
+def sampling_policies(mi: PairScorer, *, full: bool = False) -> dict[str, Policy]:
+    """Policies for drawing one of many answers; the first is the yardstick of the rest. `full` adds the controls."""
+    policies: dict[str, Policy] = {
         "sequential": Sequential(),
         "top-2": TopK(2),
         "entropy bound 0.5": EntropyBound(0.5),
         "entropy bound 2.3": EntropyBound(2.3),
-        "MI budget 0.02, no entropy": MIBudget(mi, 0.02, entropy_weight=0.0),
-        "MI budget 0.05, no entropy": MIBudget(mi, 0.05, entropy_weight=0.0),
-        "MI budget 0.1, no entropy": MIBudget(mi, 0.1, entropy_weight=0.0),
-        "MI threshold 0.02": MIThreshold(mi, 0.02),
-        "control: shuffled MI budget 0.02, no entropy": MIBudget(Shuffled(mi), 0.02, entropy_weight=0.0),
     }
+    for gamma in (0.005, 0.02, 0.05):
+        policies[f"MI budget {gamma}, no entropy"] = MIBudget(mi, gamma, entropy_weight=0.0)
+    if full:
+        policies["entropy bound 1.0"] = EntropyBound(1.0)
+        policies["MI budget 0.1, no entropy"] = MIBudget(mi, 0.1, entropy_weight=0.0)
+        for gamma in (0.5, 1.0):
+            policies[f"MI budget {gamma}, published rule"] = MIBudget(mi, gamma)
+        for gamma in (0.01, 0.02, 0.05):
+            policies[f"MI budget {gamma}, no entropy, cheapest"] = MIBudget(
+                mi, gamma, entropy_weight=0.0, order="cheapest"
+            )
+        for tau in (0.005, 0.02):
+            policies[f"MI threshold {tau}"] = MIThreshold(mi, tau)
+        for gamma in (0.005, 0.02):
+            policies[f"control: shuffled MI budget {gamma}, no entropy"] = MIBudget(
+                Shuffled(mi), gamma, entropy_weight=0.0
+            )
+    return policies
 
 
 def oracle_policies(task: str) -> dict[str, Policy]:
@@ -191,7 +212,7 @@ def measure(
     task: Task,
     policies: dict[str, Policy],
     *,
-    progress: Callable[[str, int], None] | None = None,
+    progress: Callable[[int], object] | None = None,
 ) -> Iterator[Row]:
     """Decode the task's boards with every policy; the first one is what the others are compared with."""
     yardstick: tuple[Tensor, float] | None = None
@@ -203,13 +224,16 @@ def measure(
             policy,
             temperature=task.temperature,
             seeds=task.seeds,
-            progress=None if progress is None else lambda done, name=name: progress(name, done),  # type: ignore[misc]
+            progress=progress,
         )
         seconds = time.perf_counter() - start
         solved = is_valid_board(result.tokens)
         low, high = wilson(int(solved.sum()), len(solved))
-        against = (None, None, None) if yardstick is None else paired_bootstrap(solved, yardstick[0])
-        yardstick = yardstick or (solved, seconds)
+        difference, least, most = None, None, None
+        if yardstick is None:
+            yardstick = (solved, seconds)
+        else:
+            difference, least, most = paired_bootstrap(solved, yardstick[0])
         yield Row(
             task.name,
             regime,
@@ -220,12 +244,8 @@ def measure(
             low,
             high,
             seconds,
-            *against,
+            difference,
+            least,
+            most,
             yardstick[1] / seconds,
         )
-
-
-def rule_matrix() -> Tensor:
-    """[81, 81] bool: True where two cells share a row, a column or a box."""
-    codes = position_codes()
-    return (codes @ codes.T > 0) & ~torch.eye(CELLS, dtype=torch.bool)

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdmi_fast.estimator.network import Head, PairScorer
-from mdmi_fast.tasks.sudoku.model import DIGITS, HIDDEN_WIDTH, POSITION_WIDTH, WIDTH
+from mdmi_fast.estimator.network import Head, SequenceLinear, ShippedScorer
+from mdmi_fast.tasks.sudoku.model import DIGITS, HIDDEN_WIDTH, ITERATIONS, POSITION_WIDTH, WIDTH
 
 
-class SudokuMIEstimator(PairScorer):
+class SudokuMIEstimator(ShippedScorer):
     """Two cells are compared digit by digit: sum over digits d of phi(cell i, d) * phi(cell j, d), then dense layers.
 
     phi sees one digit's vector, its probability and the cell's entropy, with weights shared by all digits. The one-hot
@@ -39,7 +39,7 @@ class SudokuMIEstimator(PairScorer):
                 f"SudokuMIEstimator: features, stem and layers must be at least 1, got {features}, {stem}, {layers}"
             )
         self.features, self.stem_width, self.layers = features, stem, tuple(layers)
-        self.stem = nn.Sequential(nn.Linear(WIDTH + 3, stem), nn.ReLU(), nn.Linear(stem, features))
+        self.stem = nn.Sequential(SequenceLinear(WIDTH + 3, stem), nn.ReLU(), SequenceLinear(stem, features))
         self.same_digit = nn.Linear(features, layers[0])
         self.same_unit = nn.Parameter(0.1 * torch.randn(3, layers[0]))
         self.dense = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(layers))
@@ -65,7 +65,13 @@ class SudokuMIEstimator(PairScorer):
         return {"features": self.features, "stem": self.stem_width, "layers": list(self.layers)}
 
     @classmethod
-    def shipped(cls) -> SudokuMIEstimator:
-        """The estimator that comes with the package."""
-        with as_file(files(__package__) / "weights" / "estimator") as folder:
+    def shipped(cls, strength: str = "strong") -> SudokuMIEstimator:
+        """The estimator that comes with the package for one of its networks: hidden states of another mean nothing to it.
+
+        Raises:
+            ValueError: for another name than "strong" or "weak".
+        """
+        if strength not in ITERATIONS:
+            raise ValueError(f"sudoku: the shipped estimators are {', '.join(ITERATIONS)}, got {strength!r}")
+        with as_file(files(__package__) / "weights" / f"estimator_{strength}") as folder:
             return cls.from_pretrained(folder)

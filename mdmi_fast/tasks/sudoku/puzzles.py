@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import warnings
 import zlib
 from collections.abc import Iterable, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from mdmi_fast.files import replace_file
 from mdmi_fast.tasks.sudoku.boards import (
     Boards,
     fingerprints,
@@ -99,8 +99,10 @@ def make_puzzles(n: int, *, seed: int, avoid: Boards | None = None, progress: bo
         seed: at least 0.
         avoid: complete boards [m, 81].
         progress: show a bar, if the output is a terminal.
+
     Returns:
         Puzzles with n rows.
+
     Example:
         >>> puzzles = make_puzzles(2, seed=0)
         >>> count_solutions(puzzles.givens[0].tolist())
@@ -152,10 +154,12 @@ def training_boards(n: int = 100_000, *, seed: int = 0) -> Boards:
     Args:
         n: how many.
         seed: at least 0.
+
     Returns:
         uint8 [n, 81], digits 1 to 9.
     """
-    return _training_boards(n, seed).copy()
+    boards: Boards = _training_boards(n, seed).copy()
+    return boards
 
 
 @cache
@@ -192,7 +196,7 @@ def _cache_folder() -> Path:
     named = os.environ.get("MDMI_CACHE")
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mdmi_fast"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mdmi_fast"
 
 
 def _load_boards(path: Path, n: int) -> Boards | None:
@@ -206,16 +210,9 @@ def _load_boards(path: Path, n: int) -> Boards | None:
 
 
 def _save_boards(path: Path, boards: Boards) -> None:
-    """Writes beside the final name and renames, so that a reader in another process sees all of it or nothing."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                np.save(file, boards)
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        with replace_file(path) as temporary:
+            np.save(temporary, boards)
     except OSError as error:
         _warn_uncached(str(path.parent), str(error.strerror))
 
@@ -259,8 +256,8 @@ def _describe(title: str, puzzles: Puzzles, seed: int) -> str:
     lines = [
         f"{title}: {len(clues)} Sudoku puzzles with one solution each, seed {seed}.",
         "A puzzle a line ('.' is a blank), then its solution; both in reading order.",
-        f"Clues: mean {clues.mean():.2f}, from {clues.min()} to {clues.max()}. Naked singles alone solve none;"
-        f" naked and hidden singles together do not solve {search:.1%}.",
+        f"Clues: mean {clues.mean():.2f}, from {clues.min()} to {clues.max()}. Naked singles alone solve none; naked and "
+        + f"hidden singles together do not solve {search:.1%}.",
         "Made by python -m mdmi_fast.tasks.sudoku.puzzles. No two solutions here are symmetric to each other.",
     ]
     return "".join(f"# {line}\n" for line in lines)
@@ -290,12 +287,15 @@ def read_puzzles(source: str | os.PathLike[str] | Iterable[str], *, check_unique
     Args:
         source: a file's path, or its lines (an open file, sys.stdin, a list of strings).
         check_unique: a puzzle with several solutions is an error; False takes it, with one of its solutions.
+
     Returns:
         Puzzles in the order of the file; none if it has none.
+
     Raises:
         PuzzleError: names each line that is wrong and why, at most 20 of them: wrong characters, wrong length, two
             equal givens in a unit, no solution, several solutions, a wrong solution.
         OSError: the file cannot be read.
+
     Example:
         >>> puzzle = "8..........36......7..9.2...5...7.......457.....1...3...1....68..85...1..9....4.."
         >>> format_line(read_puzzles([puzzle]).solutions[0])[:9]
@@ -303,7 +303,7 @@ def read_puzzles(source: str | os.PathLike[str] | Iterable[str], *, check_unique
     """
     if isinstance(source, (str, os.PathLike)):
         # A byte that is no UTF-8 becomes a wrong character, which has a line to be named.
-        with open(source, encoding="utf-8-sig", errors="replace") as file:
+        with Path(source).open(encoding="utf-8-sig", errors="replace") as file:
             return _read_lines(os.fspath(source), file, check_unique)
     return _read_lines(str(getattr(source, "name", "<lines>")), source, check_unique)
 

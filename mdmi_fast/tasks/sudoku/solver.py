@@ -50,10 +50,13 @@ def solve(board: Sequence[int], *, limit: int = 2) -> list[list[int]]:
     Args:
         board: [81], digits 1 to 9 and 0 for a blank; contradictory givens have no solution.
         limit: at least 1.
+
     Returns:
         Up to limit lists of 81 digits, in an order that depends on the board only.
+
     Raises:
         ValueError: board is not 81 integers from 0 to 9, or limit is below 1.
+
     Example:
         >>> len(solve([0] * 81, limit=3))
         3

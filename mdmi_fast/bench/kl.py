@@ -1,0 +1,123 @@
+"""The reductions over K alternatives that labels need, against the torch expressions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdmi_fast import ops, reference
+from mdmi_fast.bench.child import MIB, in_child, peak_growth
+from mdmi_fast.bench.measure import Figure, Unavailable, Work, Workload, threads
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+TORCH = "the torch expression"
+TARGETS: Mapping[str, float | None] = {
+    "kl_divergence": None,
+    "expected_entropy": 10.0,
+    "expected_kl": 10.0,
+    "mixture_entropy": None,
+}
+
+
+def workloads(quick: bool = False) -> list[Workload]:
+    # K alternatives written at one position, so many states, N positions, V tokens: amino acids and Sudoku.
+    shapes = [(20, 1, 128, 20), (9, 4, 81, 10)] if quick else [(20, 32, 128, 20), (20, 32, 512, 33), (9, 512, 81, 10)]
+    return [_workload(op, shape) for op in TARGETS for shape in shapes]
+
+
+def others(quick: bool = False) -> Iterator[Figure]:
+    shape = (20, 2, 512, 33) if quick else (20, 32, 512, 33)
+    for op in ("expected_entropy", "expected_kl", "mixture_entropy"):
+        yield _memory(op, shape)
+
+
+def _make(k: int, states: int, n: int, v: int) -> Inputs:
+    generator = torch.Generator().manual_seed(k * v)
+    logits = 3.0 * torch.randn(k, states, n, v, generator=generator)
+    weights = torch.softmax(torch.randn(k, states, n, generator=generator), 0)
+    return logits, weights, 3.0 * torch.randn(states, n, v, generator=generator)
+
+
+def _kl_in_torch(logits: Tensor, weights: Tensor, base: Tensor) -> Tensor:
+    log_p, log_q = torch.log_softmax(logits, -1), torch.log_softmax(base, -1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _expected_entropy_in_torch(logits: Tensor, weights: Tensor, base: Tensor) -> Tensor:
+    log_p = torch.log_softmax(logits, -1)
+    return -(weights * (log_p.exp() * log_p).sum(-1)).sum(0)
+
+
+def _expected_kl_in_torch(logits: Tensor, weights: Tensor, base: Tensor) -> Tensor:
+    return (weights * _kl_in_torch(logits, weights, base)).sum(0)
+
+
+def _mixture_entropy_in_torch(logits: Tensor, weights: Tensor, base: Tensor) -> Tensor:
+    mixture = (weights.unsqueeze(-1) * torch.softmax(logits, -1)).sum(0)
+    return -(mixture * mixture.log()).sum(-1)
+
+
+_IN_TORCH: Mapping[str, Callable[..., Tensor]] = {
+    "kl_divergence": _kl_in_torch,
+    "expected_entropy": _expected_entropy_in_torch,
+    "expected_kl": _expected_kl_in_torch,
+    "mixture_entropy": _mixture_entropy_in_torch,
+}
+
+
+def _call(library: Any, op: str, logits: Tensor, weights: Tensor, base: Tensor) -> Tensor:
+    """An op of mdmi_fast.ops or its reference."""
+    function: Callable[..., Tensor] = getattr(library, op)
+    if op == "kl_divergence":
+        return function(logits, base.expand_as(logits))
+    return function(logits, weights, base) if op == "expected_kl" else function(logits, weights)
+
+
+def _some(n: int) -> Tensor:
+    return torch.linspace(0, n - 1, min(n, 16)).long()
+
+
+def _workload(op: str, shape: tuple[int, int, int, int]) -> Workload:
+    k, states, n, v = shape
+    target = TARGETS[op]
+    return Workload(
+        name=f"{op}, {k} x {states} x {n} x {v}",
+        make=lambda: _make(*shape),
+        ways={
+            "fused": lambda inputs: _call(ops, op, *inputs),
+            TORCH: lambda inputs: _IN_TORCH[op](*inputs),
+        },
+        expected=lambda inputs: _call(reference, op, *(x[..., _some(n), :].double() if x.ndim > 3 or x is inputs[2] else x[..., _some(n)].double() for x in inputs)),
+        read=lambda inputs, found: found[..., _some(n)],
+        tolerance=1e-5,
+        at_least={} if target is None else {TORCH: target},
+        work=Work("bytes", 4.0 * k * states * n * v),
+    )
+
+
+def _memory(op: str, shape: tuple[int, int, int, int]) -> Figure:
+    """Memory above inputs and output as a share of the stack of all alternatives: a temporary of its size would be 100%."""
+    case, measure, most = f"{op}, {' x '.join(map(str, shape))}", "temporaries, share of the [K, ...] stack", 5.0
+    stack = 4 * math.prod(shape)
+    try:
+        ours, theirs = (in_child(_peak_of, op, shape, fused) for fused in (True, False))
+    except Unavailable as reason:
+        return Figure(case, measure, math.nan, "%", most, "<=", note=str(reason))
+    note = f"{ours / MIB:.1f} MiB; the torch expression {theirs / MIB:.0f} MiB; the stack {stack / MIB:.0f} MiB"
+    return Figure(case, measure, 100 * ours / stack, "%", most, "<=", note=note)
+
+
+def _peak_of(op: str, shape: tuple[int, int, int, int], fused: bool) -> int:
+    """In a child: bytes above inputs and output."""
+
+    def run(inputs: Inputs) -> Tensor:
+        return _call(ops, op, *inputs) if fused else _IN_TORCH[op](*inputs)
+
+    with threads(1):
+        inputs = _make(*shape)
+        run(_make(2, 2, 16, shape[-1]))  # loads libraries and starts threads
+        return peak_growth(lambda: run(inputs)) - 4 * math.prod(shape[1:-1])

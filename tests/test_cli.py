@@ -1,0 +1,738 @@
+"""The command line: what goes in, what comes out, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import networkx
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+from safetensors.torch import load_file
+from torch import Tensor
+
+import mdmi_fast
+from mdmi_fast.cli import COMMANDS, _options, _progress, main
+from mdmi_fast.decode import policy_forms
+from mdmi_fast.labels import FORMS
+from mdmi_fast.maps import MIMap
+from mdmi_fast.models import MaskedOutput
+from mdmi_fast.tasks.sudoku.puzzles import format_line, is_valid_board, random_boards, random_clues, test_puzzles
+
+PUZZLES = test_puzzles()
+EASY = [format_line(board) for board in random_clues(random_boards(3, seed=5), 70, seed=5)]
+"""Eleven blanks each: many solutions are unlikely, a few passes are enough, probing is cheap."""
+EMPTY = "." * 81
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(autouse=True)
+def _threads_as_before() -> Iterator[None]:
+    """--threads is meant for a process; here many commands share one."""
+    before, ours = torch.get_num_threads(), mdmi_fast._threads._threads
+    yield
+    torch.set_num_threads(before)
+    mdmi_fast._threads._threads = ours
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process: (exit code, output, what it said on standard error)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def easy(tmp_path: Path) -> Path:
+    path = tmp_path / "easy.txt"
+    path.write_text("\n".join(EASY) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with labels/ and estimator/, both made by the commands."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = folder / "states.txt"
+    states = random_clues(random_boards(12, seed=9), 60, seed=9)
+    data.write_text("".join(format_line(state) + "\n" for state in states))
+    made = ["label", "--model", "sudoku", "--data", data, "--out", folder / "labels", "--shard-size", 5]
+    assert main([str(argument) for argument in made]) == 0
+    fitted = ["train", "--labels", folder / "labels", "--model", "sudoku", "--out", folder / "estimator", "--epochs", 2]
+    assert main([str(argument) for argument in fitted]) == 0
+    return folder
+
+
+def process(*arguments: object, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mdmi_fast", *map(str, arguments)],
+        input=stdin,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+class TwoTokens:
+    """A masked model of sequences of any length: the token of a masked position is 0 or 1, never 2; 3 masks."""
+
+    mask_token_id, vocab_size, hidden_size = 3, 3, 2
+
+    def __init__(self, answer: float = 0.0) -> None:
+        self.answer = answer
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        logits = torch.tensor([self.answer, 0.5, -torch.inf]).expand(*tokens.shape, 3)
+        return MaskedOutput(logits, torch.zeros(*tokens.shape, 2))
+
+
+@pytest.fixture
+def two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdmi_fast.models.load_model", lambda name: TwoTokens())
+
+
+# --- help and usage
+
+
+def test_help_lists_every_command(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in COMMANDS:
+        assert f"    {command} " in out
+    assert run("--version")[:2] == (0, f"mdmi-fast {mdmi_fast.__version__}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(run: Run, command: str) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert f"usage: mdmi-fast {command}" in out
+
+
+def test_help_names_the_policies_and_forms_that_exist() -> None:
+    forms = [line.split()[0] for line in _options.POLICY_FORMS.splitlines()[1:] if not line.startswith("   ")]
+    assert forms == policy_forms()
+    assert _options.FORM_NAMES == FORMS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["solve"], "invalid choice: 'solve'"),
+        (["sudoku", "--policy", "topk"], "policy 'topk': needs a value, topk:K"),
+        (["sudoku", "--policy", "best:1"], "there are sequential, topk:K"),
+        (["sudoku", "--threads", "0"], "must be at least 1, got 0"),
+        (["sudoku", "--seed", "-1"], "must be at least 0, got -1"),
+        (["sudoku", "--temperature", "inf"], "must be a finite number of at least 0, got inf"),
+        (["sudoku", "--json", "--grid"], "not allowed with argument"),
+        (["label", "--model", "sudoku", "--out", "x"], "one of the arguments --data --states is required"),
+        (["label", "--model", "hf:x", "--out", "x", "--states", "5"], "--states makes boards for sudoku models"),
+        (["label", "--model", "sudoku", "--out", "x", "--states", "5", "--limit", "2"], "takes no --limit"),
+        (
+            ["label", "--model", "sudoku", "--out", "x", "--states", "5", "--form", "kl", "--epsilon", "0.1"],
+            "--epsilon needs --form joint",
+        ),
+        (["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--held-out", "1"], "must lie between 0 and 1"),
+        (["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--layers", "4,x"], "--layers"),
+        (
+            ["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--combine", "product"],
+            "--combine belongs to --architecture general",
+        ),
+        (["map", "--model", "sudoku", "--data", "x", "--out", "y", "--form", "kl"], "--form belongs to --probe"),
+        (
+            ["map", "--model", "sudoku", "--data", "x", "--out", "y", "--formats", "gif"],
+            "no format 'gif', there are npz",
+        ),
+        (["map", "--model", "sudoku", "--data", "x", "--out", "y", "--probe", "--estimator", "z"], "not allowed with"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_with_a_reason(run: Run, arguments: list[str], message: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+# --- sudoku
+
+
+def test_sudoku_prints_puzzle_solution_validity_and_passes(run: Run, easy: Path) -> None:
+    code, out, err = run("sudoku", easy, "--policy", "sequential")
+    header, *rows = out.splitlines()
+    assert code == 0
+    assert header.split() == ["puzzle", "solved", "valid", "passes"]
+    for puzzle, row in zip(EASY, rows, strict=True):
+        given, solved, valid, passes = row.split()
+        assert (given, valid, passes) == (puzzle, "yes", "11")
+        assert all(a in (".", b) for a, b in zip(given, solved, strict=True))
+        assert bool(is_valid_board(np.array([int(digit) for digit in solved])))
+    assert "3 of 3 valid, 11.0 passes a puzzle" in err
+
+
+def test_sudoku_reads_standard_input_and_prints_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"# mine\n{EASY[0]}\n"))
+    code, out, _ = run("sudoku", "-", "--json", "--policy", "topk:4")
+    report = json.loads(out)
+    assert code == 0
+    assert (report["model"], report["policy"], report["solved"]) == ("strong", "topk:4", 1)
+    (row,) = report["puzzles"]
+    assert (row["puzzle"], row["valid"], row["passes"]) == (EASY[0], True, 3)
+    assert len(row["solution"]) == 81
+
+
+def test_sudoku_draws_grids(run: Run, easy: Path) -> None:
+    code, out, _ = run("sudoku", easy, "--grid")
+    assert code == 0
+    assert out.count("------+-------+------    ------+-------+------") == 2 * len(EASY)
+    assert out.startswith("puzzle 1: solved, ")
+
+
+def test_sudoku_says_when_the_network_is_wrong(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "hard.txt"
+    path.write_text(f"{EASY[0]}\n{format_line(PUZZLES.givens[0])}\n")
+    everything_at_once = ("--policy", "topk:81", "--model", "weak")
+    code, out, err = run("sudoku", path, *everything_at_once)
+    assert code == 1
+    assert [row.split()[2] for row in out.splitlines()[1:]] == ["yes", "NO"]
+    assert "1 of 2 valid" in err
+    assert "puzzle 2: NOT VALID" in run("sudoku", path, *everything_at_once, "--grid")[1]
+
+
+def test_sudoku_samples_where_several_solutions_are_accepted(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "empty.txt"
+    path.write_text(f"{EMPTY}\n{EMPTY}\n")
+    code, _, err = run("sudoku", path)
+    assert code == 1
+    assert f"{path}:1: several solutions" in err
+    sampled = ["sudoku", path, "--any-solution", "--temperature", 1, "--policy", "random:9", "--json"]
+    boards = [
+        [row["solution"] for row in json.loads(run(*sampled, "--seed", seed)[1])["puzzles"]] for seed in (1, 1, 2)
+    ]
+    assert boards[0] == boards[1]
+    assert len({*boards[0], *boards[2]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"123\n", ":1: 81 cells expected, got 3"),
+        (b"# good\n\xff\xfe\x00\n", ":2: "),
+        (b"11" + b"." * 79 + b"\n", ":1: "),
+        (b"", ": holds no puzzles"),
+        (b"# nothing but a comment\n", ": holds no puzzles"),
+    ],
+)
+def test_sudoku_names_file_line_and_reason(run: Run, tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes(content)
+    code, out, err = run("sudoku", path)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{path}{message}")
+    assert err.count("\n") == 1
+
+
+def test_sudoku_names_every_bad_line_of_standard_input() -> None:
+    done = process("sudoku", stdin="12\n" + EASY[0] + "\nabc\n")
+    assert done.returncode == 1
+    assert [line.split(": ")[0] for line in done.stderr.splitlines()] == ["<stdin>:1", "<stdin>:3"]
+
+
+# --- label, train, evaluate
+
+
+def test_labels_are_those_of_the_library_and_a_second_run_finds_them(run: Run, tmp_path: Path, easy: Path) -> None:
+    label = ("label", "--model", "sudoku", "--data", easy, "--out", tmp_path / "labels", "--shard-size", 2)
+    code, out, _ = run(*label)
+    assert code == 0
+    assert out.startswith(f"3 states in {tmp_path / 'labels'}, form joint: ")
+    assert ": 0 passes in this run" not in out
+    model = mdmi_fast.load_model("sudoku")
+    found = mdmi_fast.labels.read_labels(tmp_path / "labels", mask_token_id=0)
+    assert [format_line(board) for board in found.tokens.numpy()] == EASY
+    torch.testing.assert_close(found.mi, mdmi_fast.label_mi(model, found.tokens).mi, atol=1e-6, rtol=0)
+    (tmp_path / "labels" / "labels-00001.safetensors").unlink()
+    kept = load_file(tmp_path / "labels" / "labels-00000.safetensors")
+    code, out, _ = run(*label)
+    assert code == 0
+    assert " passes in this run" in out
+    assert torch.equal(load_file(tmp_path / "labels" / "labels-00000.safetensors")["mi"], kept["mi"])
+    assert ": 0 passes in this run" in run(*label)[1]
+    code, _, err = run(*label, "--form", "kl")
+    assert code == 1
+    assert "holds labels made with another form" in err
+    assert err.count("\n") == 1
+
+
+def test_epsilon_saves_passes_and_limit_takes_the_first_states(run: Run, tmp_path: Path, easy: Path) -> None:
+    def passes(name: str, *more: object) -> int:
+        out = run("label", "--model", "sudoku", "--data", easy, "--out", tmp_path / name, *more)[1]
+        return int(out.split(": ")[1].split()[0])
+
+    exact = passes("exact")
+    assert passes("rough", "--epsilon", 0.05) < exact
+    assert 0 < passes("first", "--limit", 1) < exact
+
+
+def test_states_as_met_while_decoding_are_made_from_the_seed(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mdmi_fast.tasks.sudoku.states.training_boards", lambda: random_boards(20, seed=0))
+    states = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        made = ("label", "--model", "sudoku", "--states", 2, "--out", tmp_path / name, "--epsilon", 3, "--seed", seed)
+        assert run(*made)[0] == 0
+        states.append(load_file(tmp_path / name / "labels-00000.safetensors")["tokens"])
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+@pytest.mark.usefixtures("two_tokens")
+def test_label_needs_states_of_one_length(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "states.jsonl"
+    data.write_text('{"tokens": [3, 3]}\n{"tokens": [3, 3, 1]}\n')
+    code, _, err = run("label", "--model", "any", "--data", data, "--out", tmp_path / "labels")
+    assert code == 1
+    assert f"{data}: label needs states of one length, got lengths 2 to 3" in err
+    data.write_text('{"tokens": [3, 3]}\n{"tokens": [3, 1]}\n')
+    assert run("label", "--model", "any", "--data", data, "--out", tmp_path / "labels")[0] == 0
+
+
+def test_train_reports_every_epoch_and_evaluate_reads_what_it_saved(run: Run, trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "estimator"
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--out", out, "--seed", 4)
+    code, text, _ = run(
+        *train, "--architecture", "general", "--layers", "8,4", "--combine", "interaction", "--epochs", 2
+    )
+    assert code == 0
+    epochs = [line.split()[0] for line in text.splitlines()[2:4]]
+    assert epochs == ["0", "1"]
+    config = json.loads((out / "estimator.json").read_text(), parse_constant=lambda word: pytest.fail(word))
+    assert config["configuration"] == {"hidden_size": 180, "layers": [8, 4], "combine": "interaction"}
+    assert config["provenance"]["model"] == "sudoku"
+    evaluate = ("evaluate", "--labels", trained / "labels", "--model", "sudoku", "--estimator", out, "--tau", 0.05)
+    code, text, _ = run(*evaluate)
+    assert code == 0
+    assert "Pearson r" in text
+    assert "independent at 0.05 nats, precision" in text
+    report = json.loads(run(*evaluate, "--json")[1])
+    assert report["tau"] == 0.05
+    assert report["pairs"] == 12 * 21 * 20 // 2
+    assert f"{report['pearson']:.3f}" in text
+
+
+def test_the_seed_decides_what_is_trained(run: Run, trained: Path, tmp_path: Path) -> None:
+    weights = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--out", tmp_path / name)
+        assert run(*train, "--epochs", 1, "--seed", seed)[0] == 0
+        weights.append(load_file(tmp_path / name / "estimator.safetensors")["same_unit"])
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_missing_labels_are_named(run: Run, tmp_path: Path, command: str) -> None:
+    more = ("--out", tmp_path / "x") if command == "train" else ()
+    code, _, err = run(command, "--labels", tmp_path / "none", "--model", "sudoku", *more)
+    assert code == 1
+    assert err == f"mdmi-fast {command}: {tmp_path / 'none'}: holds no labels (labels.json is missing)\n"
+
+
+# --- decode
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["sequential", "topk:4", "random:4", "confidence:0.9", "confidence-budget:0.1", "entropy-bound:0.2"],
+)
+def test_decode_fills_what_is_masked_with_every_baseline(run: Run, easy: Path, policy: str) -> None:
+    code, out, err = run("decode", "--model", "sudoku", "--data", easy, "--policy", policy)
+    assert code == 0
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["puzzle"] for row in rows] == EASY
+    assert all(bool(is_valid_board(torch.tensor(row["tokens"]))) for row in rows)
+    assert all(1 <= row["passes"] <= 11 for row in rows)
+    assert "3 sequences" in err
+
+
+@pytest.mark.parametrize(
+    ("policy", "source"),
+    [
+        ("mi-budget:0.3", "FOLDER"),
+        ("mi-budget:0.02,entropy_weight=0,order=cheapest,limit=3", "FOLDER"),
+        ("mi-threshold:0.05", "FOLDER"),
+        ("mi-budget:0.3", "probe"),
+        ("mi-threshold:0.05", "probe:kl"),
+    ],
+)
+def test_decode_takes_mutual_information_from_an_estimator_or_by_probing(
+    run: Run, easy: Path, trained: Path, policy: str, source: str
+) -> None:
+    named = source.replace("FOLDER", str(trained / "estimator"))
+    code, out, err = run("decode", "--model", "sudoku", "--data", easy, "--policy", policy, "--estimator", named)
+    assert code == 0, err
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert all(bool(is_valid_board(torch.tensor(row["tokens"]))) for row in rows)
+    if "limit" in policy:
+        assert all(row["passes"] >= 4 for row in rows)
+
+
+def test_the_estimator_shipped_for_the_model_is_used_unless_told(
+    run: Run, easy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def remember(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        asked.append(name)
+        return lambda hidden, mask: torch.zeros(*mask.shape, mask.shape[-1])
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mdmi_fast.estimator.load_estimator", remember)
+        budget = ("--policy", "mi-budget:0.3")
+        for model in ("sudoku", "sudoku:weak"):
+            assert run("decode", "--model", model, "--data", easy, *budget)[0] == 0
+        assert run("sudoku", easy, "--model", "weak", *budget)[0] == 0
+        assert run("decode", "--model", "sudoku", "--data", easy, "--policy", "topk:4")[0] == 0
+    assert asked == ["sudoku", "sudoku:weak", "sudoku:weak"]
+    assert run("decode", "--model", "sudoku", "--data", easy, *budget)[0] == 0
+
+
+def test_a_source_that_does_not_exist_is_named(run: Run, easy: Path) -> None:
+    decode = ("decode", "--model", "sudoku", "--data", easy, "--policy", "mi-budget:1", "--estimator")
+    code, _, err = run(*decode, "probe:best")
+    assert (code, err) == (2, "mdmi-fast decode: --estimator probe:best: the forms are joint, entropy, kl\n")
+    code, _, err = run(*decode, "./none")
+    assert code == 1
+    assert "none" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("two_tokens")
+def test_decode_keeps_records_and_order_whatever_the_lengths(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "mixed.jsonl"
+    records = [
+        {"id": "a", "tokens": [3, 0, 3]},
+        {"id": "b", "tokens": [3]},
+        {"id": "c", "tokens": [2, 2]},
+        {"id": "d", "tokens": [0, 3, 3], "note": {"x": [1]}},
+    ]
+    data.write_text("\n\n".join(map(json.dumps, records)))
+    code, out, _ = run("decode", "--model", "any", "--data", data, "--policy", "topk:1")
+    assert code == 0
+    assert [json.loads(line) for line in out.splitlines()] == [
+        {"id": "a", "tokens": [1, 0, 1], "passes": 2},
+        {"id": "b", "tokens": [1], "passes": 1},
+        {"id": "c", "tokens": [2, 2], "passes": 0},
+        {"id": "d", "tokens": [0, 1, 1], "passes": 2, "note": {"x": [1]}},
+    ]
+
+
+@pytest.mark.usefixtures("two_tokens")
+def test_what_is_drawn_depends_on_the_seed_and_not_on_the_batch(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "mixed.jsonl"
+    data.write_text("".join(json.dumps({"tokens": [3] * (2 + n % 3)}) + "\n" for n in range(20)))
+    decode = ("decode", "--model", "any", "--data", data, "--policy", "topk:1", "--temperature", 1)
+    drawn = run(*decode, "--seed", 3)[1]
+    assert run(*decode, "--seed", 3, "--batch-size", 2)[1] == drawn
+    assert run(*decode, "--seed", 3, "--limit", 5)[1] == "".join(drawn.splitlines(keepends=True)[:5])
+    assert run(*decode, "--seed", 4)[1] != drawn
+
+
+def test_a_trace_replays_to_the_result(run: Run, tmp_path: Path, easy: Path) -> None:
+    out, trace = tmp_path / "new" / "out.jsonl", tmp_path / "trace.jsonl"
+    code, printed, _ = run(
+        *("decode", "--model", "sudoku", "--data", easy, "--policy", "confidence-budget:0.01"),
+        *("--batch-size", 2, "--out", out, "--trace", trace),
+    )
+    assert (code, printed) == (0, "")
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    boards = [[int(cell) for cell in puzzle.replace(".", "0")] for puzzle in EASY]
+    passes = [0, 0, 0]
+    for line in trace.read_text().splitlines():
+        record = json.loads(line)
+        board = boards[record["sequence"]]
+        assert record["pass"] == passes[record["sequence"]]
+        assert record["spent"] <= 0.01 or len(record["positions"]) == 1
+        assert len(record["entropy"]) == len(record["positions"])
+        for position, token in zip(record["positions"], record["tokens"], strict=True):
+            assert board[position] == 0
+            board[position] = token
+        passes[record["sequence"]] += 1
+    assert boards == [row["tokens"] for row in results]
+    assert passes == [row["passes"] for row in results]
+
+
+def test_a_run_that_fails_leaves_no_output_behind(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mdmi_fast.models.load_model", lambda name: TwoTokens(answer=torch.nan))
+    data, out = tmp_path / "data.jsonl", tmp_path / "results" / "out.jsonl"
+    data.write_text('{"tokens": [3, 3]}\n')
+    code, _, err = run("decode", "--model", "any", "--data", data, "--policy", "topk:1", "--out", out)
+    assert code == 1
+    assert err.startswith("mdmi-fast decode: decode: the model's logits at sequence 0, position 0 give no distribution")
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.usefixtures("two_tokens")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[3, 3]", 'expected an object {"tokens": [...]} with at least one integer'),
+        ("{}", 'expected an object {"tokens"'),
+        ('{"tokens": []}', "at least one integer"),
+        ('{"tokens": [1, true]}', "at least one integer"),
+        ('{"tokens": [1.0]}', "at least one integer"),
+        ('{"tokens": [0, 4]}', "token 4 at position 1 is neither in 0..2 nor the mask token 3"),
+        ('{"tokens": [-1]}', "token -1 at position 0"),
+        ('{"tokens": [99999999999999999999999]}', "token 99999999999999999999999 at position 0"),
+        ('{"tokens": [1', "not JSON: Expecting ',' delimiter (character 14)"),
+        ("[" * 100_000, "not JSON: "),
+        ("\udcff", "not JSON: "),
+    ],
+)
+def test_lines_that_hold_no_sequence_are_named(run: Run, tmp_path: Path, line: str, message: str) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_bytes(b'{"tokens": [3]}\n' + line.encode(errors="surrogateescape") + b"\n")
+    code, out, err = run("decode", "--model", "any", "--data", data, "--policy", "topk:1")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{data}:2: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("two_tokens")
+def test_a_file_of_nothing_but_errors_is_cut_short(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("x\n" * 50)
+    assert run("decode", "--model", "any", "--data", data, "--policy", "topk:1")[2].count("\n") == 20
+    data.write_text("\n")
+    assert run("decode", "--model", "any", "--data", data, "--policy", "topk:1")[2] == f"{data}: holds no sequences\n"
+
+
+def test_sudoku_models_take_json_lines_too(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"tokens": [int(cell) for cell in EASY[0].replace(".", "0")]}))
+    code, out, _ = run("decode", "--model", "sudoku:weak", "--data", data, "--policy", "sequential")
+    assert code == 0
+    assert bool(is_valid_board(torch.tensor(json.loads(out)["tokens"])))
+
+
+# --- map
+
+
+def test_map_writes_arrays_graph_and_picture_that_agree(run: Run, tmp_path: Path, easy: Path) -> None:
+    prefix = tmp_path / "maps" / "b.1"
+    probe = ("map", "--model", "sudoku", "--data", easy, "--index", 1, "--probe", "--form", "kl", "--tau", 0.05)
+    code, out, _ = run(*probe, "--out", prefix, "--top", 3)
+    assert code == 0
+    assert sorted(path.name for path in prefix.parent.iterdir()) == ["b.1.graphml", "b.1.npz", "b.1.png"]
+    found = MIMap.load(f"{prefix}.npz")
+    assert format_line(found.tokens.numpy()) == EASY[1]
+    assert found.source == "probed, kl form"
+    assert found.labels[:10] == (*(f"r1c{column}" for column in range(1, 10)), "r2c1")
+    model = mdmi_fast.load_model("sudoku")
+    torch.testing.assert_close(found.mi, mdmi_fast.label_mi(model, found.tokens, form="kl").mi, atol=1e-6, rtol=0)
+    graph = networkx.read_graphml(f"{prefix}.graphml", node_type=int)
+    assert sorted(graph.nodes) == found.mask.nonzero().squeeze(-1).tolist()
+    dependent = {(pair.first, pair.second) for pair in found.pairs() if pair.mi >= 0.05}
+    assert {tuple(sorted(edge)) for edge in graph.edges} == dependent
+    assert imread(f"{prefix}.png").ndim == 3
+    header, *rows = out.splitlines()
+    assert header.split() == ["pair", "nats", "sharing", "a", "row,", "column", "or", "box"]
+    assert rows[0].split()[0] == found.labels[found.pairs(limit=1)[0].first]
+    assert rows[3] == ""
+    assert f"{len(dependent)} dependent pairs at 0.05 nats" in out
+    assert "structure: " in out
+
+
+def test_map_of_an_estimator_in_the_formats_asked_for(run: Run, tmp_path: Path, easy: Path, trained: Path) -> None:
+    predicted = ("map", "--model", "sudoku", "--data", easy, "--estimator", trained / "estimator")
+    code, out, _ = run(*predicted, "--out", tmp_path / "p", "--formats", "npz", "--top", 0)
+    assert code == 0
+    assert [path.name for path in tmp_path.glob("p.*")] == ["p.npz"]
+    assert "(predicted)" in out
+
+
+@pytest.mark.usefixtures("two_tokens")
+def test_map_of_a_model_without_a_known_structure(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"tokens": [3, 0, 3, 3]}\n')
+    code, out, _ = run("map", "--model", "any", "--data", data, "--probe", "--out", tmp_path / "p")
+    assert code == 0
+    assert "structure" not in out
+    assert "3 masked positions, 0 dependent pairs" in out
+    code, _, err = run("map", "--model", "any", "--data", data, "--out", tmp_path / "p")
+    assert (code, err) == (2, "mdmi-fast map: no estimator ships for any: name one with --estimator\n")
+
+
+def test_map_names_an_index_that_is_not_there(run: Run, tmp_path: Path, easy: Path) -> None:
+    code, _, err = run("map", "--model", "sudoku", "--data", easy, "--index", 3, "--probe", "--out", tmp_path / "p")
+    assert (code, err) == (1, f"{easy}: holds 3 sequences, there is none of index 3\n")
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "networkx"])
+def test_map_says_before_the_work_what_is_missing(
+    run: Run, tmp_path: Path, easy: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    code, _, err = run("map", "--model", "sudoku", "--data", easy, "--probe", "--out", tmp_path / "p")
+    assert code == 2
+    assert f"needs {package}: pip install 'mdmi-fast[plot]'" in err
+    assert (
+        run("map", "--model", "sudoku", "--data", easy, "--probe", "--out", tmp_path / "p", "--formats", "npz")[0] == 0
+    )
+
+
+# --- info
+
+
+def test_info_says_versions_instructions_threads_and_backends(run: Run) -> None:
+    code, out, _ = run("info", "--threads", 1)
+    assert code == 0
+    for word in (mdmi_fast.__version__, torch.__version__, "processor", "1 torch, 1 C++", "ops on cpu"):
+        assert word in out
+    report = json.loads(run("info", "--json")[1])
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["backends"]["cpu"]["entropy"]["torch"] == []
+    assert report["backends"]["cpu"]["entropy"]["triton"]
+
+
+def test_info_works_without_the_extension() -> None:
+    code = "import sys; sys.modules['mdmi_fast._C'] = None\nfrom mdmi_fast.cli import main\nsys.exit(main(['info']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "not usable" in done.stdout
+    assert "cpp: cannot be imported" in done.stdout
+
+
+# --- what goes wrong
+
+
+def test_library_errors_are_one_line_and_a_traceback_only_on_request(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    missing = ("decode", "--model", "sudoku", "--data", tmp_path / "none", "--policy", "topk:1")
+    assert run(*missing) == (1, "", f"mdmi-fast decode: {tmp_path / 'none'}: No such file or directory\n")
+    assert run("sudoku", tmp_path) == (1, "", f"mdmi-fast sudoku: {tmp_path}: Is a directory\n")
+    code, _, err = run("decode", "--model", "none", "--data", "x", "--policy", "topk:1")
+    assert code == 1
+    assert "nothing is registered as 'none'; known: sudoku" in err
+    monkeypatch.setenv("MDMI_DEBUG", "1")
+    with pytest.raises(FileNotFoundError):
+        main([str(argument) for argument in missing])
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            mdmi_fast.UnsupportedError(["cpp: no", "torch: no"], "entropy"),
+            "entropy is not supported: cpp: no; torch: no",
+        ),
+        (ValueError("two\n  lines"), "two; lines"),
+        (OSError("no disk"), "no disk"),
+        (ImportError("pictures need matplotlib"), "pictures need matplotlib"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_errors_that_a_user_can_act_on_are_one_line(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
+) -> None:
+    def fail(options: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(import_module("mdmi_fast.cli.info"), "run", fail)
+    assert run("info") == (1, "", f"mdmi-fast info: {line}\n")
+
+
+def test_a_fault_of_the_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: Any) -> int:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(import_module("mdmi_fast.cli.info"), "run", fail)
+    with pytest.raises(TypeError, match="a bug"):
+        main(["info"])
+
+
+def test_warnings_are_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(options: Any) -> int:
+        warnings.simplefilter("always")
+        warnings.warn("it is slower without the extension", stacklevel=1)
+        return 0
+
+    monkeypatch.setattr(import_module("mdmi_fast.cli.info"), "run", warn)
+    assert run("info") == (0, "", "mdmi-fast: warning: it is slower without the extension\n")
+
+
+def test_an_interrupt_ends_a_command_with_130_and_without_a_traceback(tmp_path: Path) -> None:
+    data = tmp_path / "states.txt"
+    data.write_text(f"{format_line(PUZZLES.givens[0])}\n" * 200)
+    # A background job of a shell starts with interrupts ignored, and so would these tests.
+    heeded = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    command = [sys.executable, "-c", f"{heeded}; from mdmi_fast.cli import main; sys.exit(main())"]
+    label = ["label", "--model", "sudoku", "--data", data, "--out", tmp_path / "l", "--shard-size", "1"]
+    with subprocess.Popen([*command, *label], stderr=subprocess.PIPE, text=True) as labelling:
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "l").glob("labels-*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        labelling.send_signal(signal.SIGINT)
+        _, err = labelling.communicate(timeout=60)
+    assert labelling.returncode == 130
+    assert err == "mdmi-fast label: interrupted\n"
+    assert not list((tmp_path / "l").glob(".*")), "an unfinished file was left behind"
+
+
+def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
+    data = tmp_path / "many.txt"
+    data.write_text(f"{EASY[0]}\n" * 500)
+    decode = [sys.executable, "-m", "mdmi_fast", "decode", "--model", "sudoku", "--data", data, "--policy", "topk:11"]
+    with subprocess.Popen(decode, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as decoding:
+        assert decoding.stdout is not None
+        assert decoding.stderr is not None
+        assert json.loads(decoding.stdout.readline())["passes"] == 1
+        decoding.stdout.close()
+        err = decoding.stderr.read()
+        assert decoding.wait(timeout=60) == 1
+    assert err == ""
+
+
+def test_threads_are_those_of_torch_and_of_the_extension(run: Run) -> None:
+    assert run("info", "--threads", 1)[0] == 0
+    assert (torch.get_num_threads(), mdmi_fast.get_num_threads()) == (1, 1)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "shown"), [(_Terminal(), True), (io.StringIO(), False)])
+def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, shown: bool) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with _progress.bar(total=3, unit="state", description="labelling") as progress:
+        progress.update(3)
+    assert ("labelling" in stream.getvalue()) == shown

@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mdmi_fast import (
+    Confidence,
+    ConfidenceBudget,
+    EntropyBound,
+    MIBudget,
+    MIThreshold,
+    PairwiseMIEstimator,
+    Probing,
+    Random,
+    Sequential,
+    TokenStats,
+    TopK,
+    label_mi,
+    ops,
+    reference,
+)
+from mdmi_fast.decode import Policy, Shuffled, Step
+from mdmi_fast.decode.randomness import draw_seeds, uniform
+from mdmi_fast.models.exact import JointTable
+
+ROWS, LENGTH, WIDTH = 40, 7, 5
+
+
+def symmetric(x: Tensor) -> Tensor:
+    return (x + x.mT) / 2
+
+
+class Given:
+    """A source of mutual information that says what it was told."""
+
+    def __init__(self, mi: Tensor) -> None:
+        self.mi = mi
+
+    def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return self.mi
+
+
+class Pass:
+    """Random statistics of a pass. Values come in steps of 1/8, so there are ties and sums are exact."""
+
+    def __init__(self, rows: int = ROWS, length: int = LENGTH) -> None:
+        generator = torch.Generator().manual_seed(7)
+
+        def steps(*shape: int) -> Tensor:
+            return torch.randint(0, 9, shape, generator=generator) / 8
+
+        self.mask = torch.rand(rows, length, generator=generator) < 0.7
+        self.mask[0], self.mask[1] = True, False
+        self.mask[2] = torch.arange(length) == length // 2
+        nonsense = torch.full((rows, length), torch.nan).where(~self.mask, 0.0)  # what is unmasked is not looked at
+        self.entropy, self.confidence = steps(rows, length) + nonsense, steps(rows, length) + nonsense
+        self.hidden = torch.randn(rows, length, WIDTH, generator=generator)
+        self.mi = symmetric(steps(rows, length, length) / 4) * (1 - torch.eye(length))
+        margin, token = torch.zeros(rows, length), torch.zeros(rows, length, dtype=torch.int64)
+        self.stats = TokenStats(self.entropy, self.entropy, self.confidence, token, margin)
+
+    def select(self, policy: Policy, step: int = 0) -> tuple[list[set[int]], list[float]]:
+        selection = policy.select(self.stats, self.hidden, self.mask, step)
+        assert selection.selected.shape == self.mask.shape
+        assert selection.selected.dtype == torch.bool
+        assert selection.spent.shape == self.mask.shape[:1]
+        assert selection.spent.dtype == torch.float64
+        assert not (selection.selected & ~self.mask).any()
+        return [set(row.nonzero().flatten().tolist()) for row in selection.selected], selection.spent.tolist()
+
+    def sequences(self) -> list[tuple[list[int], list[float], list[float], list[list[float]]]]:
+        """Masked positions, entropies, confidences and mutual information of every sequence."""
+        masked = [[i for i, m in enumerate(row) if m] for row in self.mask.tolist()]
+        return list(zip(masked, self.entropy.tolist(), self.confidence.tolist(), self.mi.tolist(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def numbers() -> Pass:
+    return Pass()
+
+
+def largest_prefix(order: list[int], fits: Any) -> set[int]:
+    """The most of the first positions that fit, one at least."""
+    best = set(order[:1])
+    for count in range(1, len(order) + 1):
+        if fits(order[:count]):
+            best = set(order[:count])
+    return best
+
+
+def test_sequential_takes_the_position_of_lowest_entropy(numbers: Pass) -> None:
+    selected, spent = numbers.select(Sequential())
+    for (masked, h, _, _), chosen in zip(numbers.sequences(), selected, strict=True):
+        assert chosen == ({min(masked, key=lambda i: (h[i], i))} if masked else set())
+    assert set(spent) == {0.0}
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, LENGTH, 100])
+def test_topk_takes_the_most_confident(numbers: Pass, k: int) -> None:
+    selected, _ = numbers.select(TopK(k))
+    for (masked, _, c, _), chosen in zip(numbers.sequences(), selected, strict=True):
+        assert chosen == set(sorted(masked, key=lambda i: (-c[i], i))[:k])
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5, 1.0, 1.1, math.inf])
+def test_confidence_takes_all_that_reach_the_threshold_or_the_best(numbers: Pass, threshold: float) -> None:
+    selected, _ = numbers.select(Confidence(threshold))
+    for (masked, _, c, _), chosen in zip(numbers.sequences(), selected, strict=True):
+        sure = {i for i in masked if c[i] >= threshold}
+        assert chosen == (sure or set(sorted(masked, key=lambda i: (-c[i], i))[:1]))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.125, 0.5, 1.0, 2.5, math.inf])
+def test_confidence_budget_takes_the_most_whose_risk_fits(numbers: Pass, epsilon: float) -> None:
+    selected, spent = numbers.select(ConfidenceBudget(epsilon))
+    for (masked, _, c, _), chosen, cost in zip(numbers.sequences(), selected, spent, strict=True):
+        order = sorted(masked, key=lambda i: (1 - c[i], i))
+        assert chosen == largest_prefix(order, lambda some, c=c: sum(1 - c[i] for i in some) <= epsilon)
+        assert cost == sum(1 - c[i] for i in chosen)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.125, 0.5, 1.0, 2.5, math.inf])
+def test_entropy_bound_leaves_the_largest_entropy_out_of_the_sum(numbers: Pass, gamma: float) -> None:
+    selected, spent = numbers.select(EntropyBound(gamma))
+    for (masked, h, _, _), chosen, cost in zip(numbers.sequences(), selected, spent, strict=True):
+
+        def price(some: Any, h: list[float] = h) -> float:
+            return sum(h[i] for i in some) - max((h[i] for i in some), default=0.0)
+
+        order = sorted(masked, key=lambda i: (h[i], i))
+        assert chosen == largest_prefix(order, lambda some, price=price: price(some) <= gamma)
+        assert cost == price(chosen)
+
+
+def test_entropy_bound_does_not_lose_small_entropies_beside_large_ones() -> None:
+    entropy = torch.tensor([[1e-20, 1.0, 2.0]])
+    stats = TokenStats(entropy, entropy, entropy, entropy.long(), entropy)
+    selected = EntropyBound(0.0).select(stats, entropy, torch.ones(1, 3, dtype=torch.bool), 0).selected
+    assert selected.tolist() == [[True, False, False]]
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.25, 1.0, math.inf])
+@pytest.mark.parametrize("order", ["entropy", "cheapest"])
+@pytest.mark.parametrize(("lam", "entropy_weight", "limit"), [(1.0, 1.0, None), (2.0, 0.0, None), (0.0, 1.0, 2)])
+def test_mi_budget_is_the_reference_rule(
+    numbers: Pass, gamma: float, order: Any, lam: float, entropy_weight: float, limit: int | None
+) -> None:
+    policy = MIBudget(Given(numbers.mi), gamma, lam=lam, entropy_weight=entropy_weight, order=order, limit=limit)
+    selected, spent = numbers.select(policy)
+    budget = torch.full((ROWS,), gamma, dtype=torch.float64)
+    args = (numbers.entropy, numbers.mi, budget, lam, entropy_weight, order, numbers.mask, limit)
+    expected, cost = reference.select_budget(*args)
+    assert selected == [set(row.nonzero().flatten().tolist()) for row in expected]
+    assert spent == cost.tolist()
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.05, 0.125, 0.2, math.inf])
+@pytest.mark.parametrize("limit", [None, 2])
+def test_mi_threshold_takes_a_maximal_independent_set(numbers: Pass, tau: float, limit: int | None) -> None:
+    selected, _ = numbers.select(MIThreshold(Given(numbers.mi), tau, limit))
+    for (masked, h, _, mi), chosen in zip(numbers.sequences(), selected, strict=True):
+        expected: list[int] = []
+        for i in sorted(masked, key=lambda i: (h[i], i)):
+            if all(mi[i][j] < tau for j in expected) and (limit is None or len(expected) < limit):
+                expected.append(i)
+        assert chosen == set(expected)
+
+
+@pytest.mark.parametrize("order", ["entropy", "cheapest"])
+def test_mi_budget_asks_an_estimator_and_agrees_with_its_predictions(numbers: Pass, order: Any) -> None:
+    estimator = PairwiseMIEstimator(WIDTH, layers=(8,)).eval()
+    with torch.no_grad():
+        mi = estimator(numbers.hidden, numbers.mask)
+        for gamma in (0.1, 0.5, 1.5):
+            asked = numbers.select(MIBudget(estimator, gamma, order=order))
+            told = numbers.select(MIBudget(Given(mi), gamma, order=order))
+            assert asked[0] == told[0]
+            assert asked[1] == pytest.approx(told[1])
+
+
+def test_random_takes_k_at_random(numbers: Pass) -> None:
+    counts = torch.zeros(LENGTH)
+    for index in range(300):
+        seeds = torch.arange(ROWS) + 1000 * index
+        selected, _ = numbers.select(Random(2), Step(3, seeds=seeds))
+        for (masked, *_), chosen in zip(numbers.sequences(), selected, strict=True):
+            assert len(chosen) == min(2, len(masked))
+        for i in selected[0]:
+            counts[i] += 1
+    # 600 draws over 7 positions: 86 each, 4 standard deviations are 34
+    assert (counts - 600 / LENGTH).abs().max() < 34
+
+
+def test_random_depends_on_the_seed_and_the_pass_only(numbers: Pass) -> None:
+    seeds = torch.arange(ROWS)
+    first, _ = numbers.select(Random(2), Step(3, seeds=seeds))
+    assert numbers.select(Random(2), Step(3, seeds=seeds))[0] == first
+    assert numbers.select(Random(2), Step(4, seeds=seeds))[0] != first
+    assert numbers.select(Random(2), Step(3, seeds=seeds + 100))[0] != first
+    rows = [5, 0, 17]
+    stats = TokenStats(*(field[rows] for field in numbers.stats))
+    alone = Random(2).select(stats, numbers.hidden[rows], numbers.mask[rows], Step(3, seeds=seeds[rows])).selected
+    assert [set(row.nonzero().flatten().tolist()) for row in alone] == [first[row] for row in rows]
+
+
+def every_policy(mi: Any) -> list[Policy]:
+    return [
+        Sequential(),
+        TopK(2),
+        Random(2),
+        Confidence(0.6),
+        ConfidenceBudget(0.4),
+        EntropyBound(0.4),
+        MIBudget(mi, 0.5),
+        MIBudget(mi, 0.1, entropy_weight=0.0, order="cheapest"),
+        MIBudget(Shuffled(mi), 0.5),
+        MIThreshold(mi, 0.1),
+    ]
+
+
+def test_a_bare_number_is_a_step(numbers: Pass) -> None:
+    for policy in every_policy(Given(numbers.mi)):
+        seeds = torch.zeros(ROWS, dtype=torch.int64)
+        assert numbers.select(policy, 2) == numbers.select(policy, Step(2, seeds=seeds))
+        for (masked, *_), chosen in zip(numbers.sequences(), numbers.select(policy, 2)[0], strict=True):
+            assert bool(chosen) == bool(masked)
+
+
+def test_nothing_masked_selects_nothing() -> None:
+    empty = Pass()
+    empty.mask[:] = False
+    for policy in every_policy(Given(empty.mi)):
+        selected, spent = empty.select(policy)
+        assert selected == [set()] * ROWS
+        assert spent == [0.0] * ROWS
+
+
+def test_nothing_is_changed_in_place(numbers: Pass) -> None:
+    tensors = (*numbers.stats, numbers.hidden, numbers.mask, numbers.mi)
+    before = [tensor.clone() for tensor in tensors]
+    for policy in every_policy(Given(numbers.mi)):
+        numbers.select(policy)
+    for tensor, old in zip(tensors, before, strict=True):
+        torch.testing.assert_close(tensor, old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nan_at_a_masked_position_is_refused_by_every_rule_that_looks_at_it() -> None:
+    broken = Pass()
+    row, position = 3, int(broken.mask[3].nonzero()[0])
+    broken.entropy[row, position] = broken.confidence[row, position] = torch.nan
+    for policy in every_policy(Given(broken.mi)):
+        if not isinstance(policy, Random):
+            with pytest.raises(ValueError, match=rf"must not be NaN .* batch {row}, position {position}"):
+                broken.select(policy)
+
+
+def test_infinite_entropies_come_last_but_are_taken() -> None:
+    some = Pass()
+    some.entropy[:] = torch.inf
+    for policy in (Sequential(), EntropyBound(0.5), EntropyBound(math.inf), MIBudget(Given(some.mi), 0.5)):
+        for (masked, *_), chosen in zip(some.sequences(), some.select(policy)[0], strict=True):
+            assert bool(chosen) == bool(masked)
+            assert masked[:1] == sorted(chosen)[:1]
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan, -math.inf])
+@pytest.mark.parametrize(
+    "make",
+    [
+        Confidence,
+        ConfidenceBudget,
+        EntropyBound,
+        lambda gamma: MIBudget(Given(torch.zeros(0)), gamma),
+        lambda lam: MIBudget(Given(torch.zeros(0)), 1.0, lam=lam),
+        lambda weight: MIBudget(Given(torch.zeros(0)), 1.0, entropy_weight=weight),
+        lambda tau: MIThreshold(Given(torch.zeros(0)), tau),
+        lambda epsilon: Probing(epsilon=epsilon),
+    ],
+)
+def test_negative_and_undefined_settings_are_refused(make: Any, value: float) -> None:
+    with pytest.raises(ValueError, match=r"must (be|not be)"):
+        make(value)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (lambda: TopK(0), ValueError, "TopK: k must be at least 1, got 0"),
+        (lambda: TopK(1.5), TypeError, "TopK: k must be an int"),
+        (lambda: Random(-1), ValueError, "Random: k must be at least 1, got -1"),
+        (lambda: MIBudget(Given(torch.zeros(0)), 1.0, limit=0), ValueError, "limit must be at least 1"),
+        (lambda: MIBudget(Given(torch.zeros(0)), 1.0, lam=math.inf), ValueError, "lam must be finite"),
+        (lambda: MIBudget(Given(torch.zeros(0)), 1.0, order="best"), ValueError, "order must be one of"),
+        (lambda: MIThreshold(Given(torch.zeros(0)), 1.0, limit=0), ValueError, "limit must be at least 1"),
+        (lambda: Probing("total"), ValueError, "form must be one of"),
+        (lambda: Probing("kl", epsilon=0.1), ValueError, "epsilon > 0 needs form='joint'"),
+        (lambda: Probing(batch_size=0), ValueError, "batch_size must be at least 1"),
+    ],
+)
+def test_settings_out_of_range_are_refused(make: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_an_estimator_of_another_width_is_an_error_of_the_pass(numbers: Pass) -> None:
+    estimator = PairwiseMIEstimator(WIDTH + 1)
+    for policy in (MIBudget(estimator, 0.1), MIThreshold(estimator, 0.1), MIBudget(Shuffled(estimator), 0.1)):
+        with pytest.raises(ValueError, match=r"hidden must be \[B, N, 6\]"):
+            numbers.select(policy)
+
+
+# --- sources of mutual information
+
+
+def test_probing_asks_the_model_of_the_step() -> None:
+    weights = torch.rand(3, 3, 3, generator=torch.Generator().manual_seed(0))
+    model, tokens = JointTable(weights), torch.tensor([[3, 3, 3], [3, 1, 3]])
+    step = Step(0, model=model, tokens=tokens)
+    for form in ("joint", "entropy", "kl"):
+        mi = Probing(form)(torch.zeros(2, 3, 6), tokens == 3, step)
+        assert mi.equal(label_mi(model, tokens, form=form).mi)
+    visible = torch.tensor([[True, True, False], [True, True, True]])
+    padded = Step(0, model=model, tokens=tokens, attention_mask=visible)
+    assert Probing()(torch.zeros(2, 3, 6), tokens == 3, padded).equal(
+        label_mi(model, tokens, attention_mask=visible).mi
+    )
+
+
+def test_probing_without_a_model_is_an_error(numbers: Pass) -> None:
+    for step in (0, Step(0), Step(0, model=JointTable(torch.ones(2)))):
+        with pytest.raises(ValueError, match="Probing: step must be a Step with model and tokens"):
+            numbers.select(MIBudget(Probing(), 0.1), step)
+
+
+def test_shuffling_keeps_the_values_and_moves_them(numbers: Pass) -> None:
+    seeds = torch.arange(ROWS)
+    shuffled = Shuffled(Given(numbers.mi))(numbers.hidden, numbers.mask, Step(2, seeds=seeds))
+    assert shuffled.equal(shuffled.mT)
+    pairs = (numbers.mask.unsqueeze(-1) & numbers.mask.unsqueeze(-2)).triu(1)
+    assert not shuffled.triu(1)[~pairs].any()
+    assert not shuffled.diagonal(dim1=-2, dim2=-1).any()
+    for row in range(ROWS):
+        before, after = numbers.mi[row][pairs[row]], shuffled[row][pairs[row]]
+        assert before.sort().values.equal(after.sort().values)
+    assert not shuffled[0].equal(numbers.mi[0])
+    again = Shuffled(Given(numbers.mi))(numbers.hidden, numbers.mask, Step(2, seeds=seeds))
+    assert shuffled.equal(again)
+    rows = [5, 0, 17]
+    alone = Shuffled(Given(numbers.mi[rows]))(numbers.hidden[rows], numbers.mask[rows], Step(2, seeds=seeds[rows]))
+    assert alone.equal(shuffled[rows])
+
+
+def test_shuffling_deals_every_value_everywhere() -> None:
+    mi = torch.zeros(1, 4, 4)
+    mi[0, 0, 1] = mi[0, 1, 0] = 1.0
+    mask, seen = torch.ones(1, 4, dtype=torch.bool), torch.zeros(4, 4)
+    for seed in range(600):
+        seen += Shuffled(Given(mi))(mi, mask, Step(0, seeds=torch.tensor([seed])))[0]
+    # 600 deals to 6 pairs: 100 each, 4 standard deviations are 37
+    assert (seen[torch.triu(torch.ones(4, 4), 1).bool()] - 100).abs().max() < 37
+
+
+def test_a_step_is_its_number() -> None:
+    step = Step(5, seeds=torch.tensor([1]))
+    assert step == 5
+    assert isinstance(step, int)
+    assert step.model is step.tokens is step.attention_mask is None
+
+
+# --- random numbers
+
+
+def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
+    seeds = torch.arange(2000)
+    x = uniform(seeds, 3, 0, 50)
+    assert x.dtype == torch.float64
+    assert x.min() >= 0
+    assert x.max() < 1
+    n = x.numel()
+    # 5 standard deviations of a mean, and the Kolmogorov-Smirnov bound of a false alarm in 10^6
+    assert abs(float(x.mean()) - 0.5) < 5 / math.sqrt(12 * n)
+    distance = (x.flatten().sort().values - (torch.arange(n) + 0.5) / n).abs().max()
+    assert distance < math.sqrt(-math.log(1e-6 / 2) / 2 / n)
+    neighbours = [
+        x[:, 1:] * x[:, :-1],  # positions
+        x[1:] * x[:-1],  # seeds
+        x * uniform(seeds, 4, 0, 50),  # passes
+        x * uniform(seeds, 3, 1, 50),  # streams
+    ]
+    for product in neighbours:
+        # E[xy] = 1/4 of independent numbers, variance 7/144
+        assert abs(float(product.mean()) - 0.25) < 5 * math.sqrt(7 / 144 / product.numel())
+
+
+def test_uniform_numbers_never_repeat_between_seeds_passes_and_streams() -> None:
+    seeds = torch.tensor([0, 1, -1, 2**62, -(2**63), 2**63 - 1])
+    drawn = torch.cat([uniform(seeds, step, stream, 100).flatten() for step in range(20) for stream in (0, 1)])
+    assert len(drawn.unique()) == drawn.numel()
+
+
+def test_a_uniform_number_depends_on_its_seed_pass_stream_and_position_only() -> None:
+    seeds = draw_seeds(8, torch.Generator().manual_seed(1), torch.device("cpu"))
+    x = uniform(seeds, 2, 1, 20)
+    assert uniform(seeds.flip(0), 2, 1, 20).flip(0).equal(x)
+    assert uniform(seeds[3:4], 2, 1, 9).equal(x[3:4, :9])
+
+
+def test_seeds_follow_their_generator() -> None:
+    first, again, other = (
+        draw_seeds(5, torch.Generator().manual_seed(seed), torch.device("cpu")) for seed in (1, 1, 2)
+    )
+    assert first.equal(again)
+    assert not first.equal(other)
+    assert len(first.unique()) == 5
+    wide = draw_seeds(1000, None, torch.device("cpu"))
+    assert (wide > 2**62).any()
+    assert (wide < -(2**62)).any()
+
+
+def test_known_random_numbers() -> None:
+    """What a seed means must not change between versions."""
+
+    def mix(x: int) -> int:
+        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
+        return x ^ x >> 31
+
+    golden = 0x9E3779B97F4A7C15
+    for seed, step, stream in itertools.product((0, 7, -5), (0, 3), (0, 1)):
+        key = mix((seed + golden * (1 + 2 * step + stream)) % 2**64)
+        expected = [(mix((key + golden * i) % 2**64) >> 11) / 2**53 for i in (1, 2, 3)]
+        assert uniform(torch.tensor([seed]), step, stream, 3).tolist() == [expected]
+
+
+def test_selections_are_ops_selections(numbers: Pass) -> None:
+    for policy in every_policy(Given(numbers.mi)):
+        assert isinstance(policy.select(numbers.stats, numbers.hidden, numbers.mask, 0), ops.Selection)
