@@ -34,15 +34,9 @@ using Strides3 = std::tuple<int64_t, int64_t, int64_t>;
 
 mdmi::Positions positions(std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int dtype, Strides2 entropy_strides,
                           uintptr_t mask, Strides2 mask_strides) {
-  return {std::get<0>(shape),
-          std::get<1>(shape),
-          pointer<void>(entropy),
-          Dtype(dtype),
-          std::get<0>(entropy_strides),
-          std::get<1>(entropy_strides),
-          pointer<uint8_t>(mask),
-          std::get<0>(mask_strides),
-          std::get<1>(mask_strides)};
+  return {std::get<0>(shape),     std::get<1>(shape),           pointer<void>(entropy),
+          Dtype(dtype),           std::get<0>(entropy_strides), std::get<1>(entropy_strides),
+          pointer<uint8_t>(mask), std::get<0>(mask_strides),    std::get<1>(mask_strides)};
 }
 
 mdmi::MiMatrix matrix(uintptr_t mi, int dtype, Strides3 strides) {
@@ -86,9 +80,9 @@ mdmi::Halves halves(const HalvesIn& in) {
   const auto& [u, v, shape, mask, mask_strides] = in;
   const auto& [u_data, u_dtype, u_strides] = u;
   const auto& [v_data, v_dtype, v_strides] = v;
-  return {pointer<void>(u_data),     pointer<void>(v_data),     Dtype(u_dtype),         Dtype(v_dtype),
-          std::get<0>(u_strides),    std::get<1>(u_strides),    std::get<0>(v_strides), std::get<1>(v_strides),
-          std::get<0>(shape),        std::get<1>(shape),        std::get<2>(shape),     pointer<uint8_t>(mask),
+  return {pointer<void>(u_data),     pointer<void>(v_data),    Dtype(u_dtype),         Dtype(v_dtype),
+          std::get<0>(u_strides),    std::get<1>(u_strides),   std::get<0>(v_strides), std::get<1>(v_strides),
+          std::get<0>(shape),        std::get<1>(shape),       std::get<2>(shape),     pointer<uint8_t>(mask),
           std::get<0>(mask_strides), std::get<1>(mask_strides)};
 }
 
@@ -99,7 +93,8 @@ mdmi::PairRule pair_rule(const RuleIn& in) {
 // Layers as (weight, bias, in, out), then w_out, its width, b_out, whether operands are bfloat16.
 using WeightsIn =
     std::tuple<std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>>, uintptr_t, int64_t, float, bool>;
-using GradientsOut = std::tuple<uintptr_t, uintptr_t, std::vector<uintptr_t>, std::vector<uintptr_t>, uintptr_t, uintptr_t>;
+using GradientsOut =
+    std::tuple<uintptr_t, uintptr_t, std::vector<uintptr_t>, std::vector<uintptr_t>, uintptr_t, uintptr_t>;
 
 mdmi::NetworkWeights network_weights(const WeightsIn& in) {
   const auto& [layers, w_out, last_width, b_out, bf16] = in;
@@ -125,28 +120,25 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", [] { return std::string(mdmi::kernels().isa); });
   m.def("supported_isas", &mdmi::supported_isas);
 
-  m.def(
-      "select_budget",
-      [](std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int entropy_dtype, Strides2 entropy_strides,
-         uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype, Strides3 mi_strides, uintptr_t gamma,
-         double lam, double entropy_weight, bool cheapest, int64_t limit, uintptr_t selected, uintptr_t spent,
-         int threads) {
-        py::gil_scoped_release unlocked;
-        mdmi::select_budget(positions(shape, entropy, entropy_dtype, entropy_strides, mask, mask_strides),
-                            matrix(mi, mi_dtype, mi_strides),
-                            {pointer<double>(gamma), lam, entropy_weight, cheapest, limit}, pointer<uint8_t>(selected),
-                            pointer<double>(spent), threads);
-      });
-  m.def(
-      "select_threshold",
-      [](std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int entropy_dtype, Strides2 entropy_strides,
-         uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype, Strides3 mi_strides, double tau,
-         int64_t limit, uintptr_t selected, uintptr_t spent, int threads) {
-        py::gil_scoped_release unlocked;
-        mdmi::select_threshold(positions(shape, entropy, entropy_dtype, entropy_strides, mask, mask_strides),
-                               matrix(mi, mi_dtype, mi_strides), tau, limit, pointer<uint8_t>(selected),
-                               pointer<double>(spent), threads);
-      });
+  m.def("select_budget", [](std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int entropy_dtype,
+                            Strides2 entropy_strides, uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype,
+                            Strides3 mi_strides, uintptr_t gamma, double lam, double entropy_weight, bool cheapest,
+                            int64_t limit, uintptr_t selected, uintptr_t spent, int threads) {
+    py::gil_scoped_release unlocked;
+    mdmi::select_budget(positions(shape, entropy, entropy_dtype, entropy_strides, mask, mask_strides),
+                        matrix(mi, mi_dtype, mi_strides),
+                        {pointer<double>(gamma), lam, entropy_weight, cheapest, limit}, pointer<uint8_t>(selected),
+                        pointer<double>(spent), threads);
+  });
+  m.def("select_threshold",
+        [](std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int entropy_dtype, Strides2 entropy_strides,
+           uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype, Strides3 mi_strides, double tau,
+           int64_t limit, uintptr_t selected, uintptr_t spent, int threads) {
+          py::gil_scoped_release unlocked;
+          mdmi::select_threshold(positions(shape, entropy, entropy_dtype, entropy_strides, mask, mask_strides),
+                                 matrix(mi, mi_dtype, mi_strides), tau, limit, pointer<uint8_t>(selected),
+                                 pointer<double>(spent), threads);
+        });
   m.def("color", [](std::tuple<int64_t, int64_t> shape, uintptr_t mask, Strides2 mask_strides, uintptr_t mi,
                     int mi_dtype, Strides3 mi_strides, double tau, uintptr_t group, int threads) {
     py::gil_scoped_release unlocked;
@@ -159,6 +151,7 @@ PYBIND11_MODULE(_C, m) {
     mdmi::mlp(network, {pointer<float>(x), rows, inner, outer_stride, inner_stride}, pointer<float>(out), threads);
   });
   m.attr("sudoku_weights") = mdmi::sudoku::kWeights;
+  m.attr("sudoku_hidden") = mdmi::sudoku::kHidden;
   m.def("sudoku_forward", [](uintptr_t tokens, int64_t boards, uintptr_t weights, int iterations, uintptr_t codes,
                              uintptr_t logits, uintptr_t hidden, int threads) {
     py::gil_scoped_release unlocked;
@@ -171,22 +164,22 @@ PYBIND11_MODULE(_C, m) {
     py::gil_scoped_release unlocked;
     mdmi::row_stats(rows(logits), n_rows, width, stats_out(out), threads);
   });
-  m.def("stats_backward", [](RowsIn logits, int64_t n_rows, int64_t width, std::array<uintptr_t, 4> grad, Out d_logits,
-                             int threads) {
-    py::gil_scoped_release unlocked;
-    mdmi::stats_backward(rows(logits), n_rows, width,
-                         {pointer<double>(grad[0]), pointer<double>(grad[1]), pointer<double>(grad[2]),
-                          pointer<double>(grad[3])},
-                         rows_out(d_logits), threads);
-  });
+  m.def("stats_backward",
+        [](RowsIn logits, int64_t n_rows, int64_t width, std::array<uintptr_t, 4> grad, Out d_logits, int threads) {
+          py::gil_scoped_release unlocked;
+          mdmi::stats_backward(
+              rows(logits), n_rows, width,
+              {pointer<double>(grad[0]), pointer<double>(grad[1]), pointer<double>(grad[2]), pointer<double>(grad[3])},
+              rows_out(d_logits), threads);
+        });
   m.def("new_states", [](uintptr_t states, int64_t n_rows) {
     std::fill_n(pointer<mdmi::RowState>(states), n_rows, mdmi::RowState());
   });
-  m.def("absorb_tile", [](RowsIn tile, int64_t n_rows, int64_t width, int64_t first_token, uintptr_t states,
-                          int threads) {
-    py::gil_scoped_release unlocked;
-    mdmi::absorb_tile(rows(tile), n_rows, width, first_token, pointer<mdmi::RowState>(states), threads);
-  });
+  m.def("absorb_tile",
+        [](RowsIn tile, int64_t n_rows, int64_t width, int64_t first_token, uintptr_t states, int threads) {
+          py::gil_scoped_release unlocked;
+          mdmi::absorb_tile(rows(tile), n_rows, width, first_token, pointer<mdmi::RowState>(states), threads);
+        });
   m.def("finish_rows", [](uintptr_t states, int64_t n_rows, std::array<uintptr_t, 5> out) {
     py::gil_scoped_release unlocked;
     mdmi::finish_rows(pointer<mdmi::RowState>(states), n_rows, stats_out(out));
@@ -199,12 +192,12 @@ PYBIND11_MODULE(_C, m) {
     py::gil_scoped_release unlocked;
     mdmi::expected_kl(stack(logits), rows(base), width, pointer<float>(out), threads);
   });
-  m.def("expected_kl_backward", [](StackIn logits, RowsIn base, int64_t width, uintptr_t grad, Out d_logits, Out d_base,
-                                   int threads) {
-    py::gil_scoped_release unlocked;
-    mdmi::expected_kl_backward(stack(logits), rows(base), width, pointer<double>(grad), rows_out(d_logits),
-                               rows_out(d_base), threads);
-  });
+  m.def("expected_kl_backward",
+        [](StackIn logits, RowsIn base, int64_t width, uintptr_t grad, Out d_logits, Out d_base, int threads) {
+          py::gil_scoped_release unlocked;
+          mdmi::expected_kl_backward(stack(logits), rows(base), width, pointer<double>(grad), rows_out(d_logits),
+                                     rows_out(d_base), threads);
+        });
   m.def("mixture_entropy", [](StackIn logits, int64_t width, uintptr_t mixture, uintptr_t expected, int threads) {
     py::gil_scoped_release unlocked;
     mdmi::mixture_entropy(stack(logits), width, {pointer<float>(mixture), pointer<float>(expected)}, threads);
@@ -219,11 +212,11 @@ PYBIND11_MODULE(_C, m) {
     return std::make_unique<mdmi::PackedNetwork>(weights.layers, weights.w_out, weights.last_width, weights.b_out,
                                                  weights.bf16);
   }));
-  m.def("score_all", [](const mdmi::PackedNetwork& network, const HalvesIn& in, const RuleIn& rule, uintptr_t out,
-                        int threads) {
-    py::gil_scoped_release unlocked;
-    mdmi::score_all(network, halves(in), pair_rule(rule), pointer<float>(out), threads);
-  });
+  m.def("score_all",
+        [](const mdmi::PackedNetwork& network, const HalvesIn& in, const RuleIn& rule, uintptr_t out, int threads) {
+          py::gil_scoped_release unlocked;
+          mdmi::score_all(network, halves(in), pair_rule(rule), pointer<float>(out), threads);
+        });
   m.def("score_rows", [](const mdmi::PackedNetwork& network, const HalvesIn& in, const RuleIn& rule, uintptr_t rows,
                          int64_t n_rows, uintptr_t out, int threads) {
     py::gil_scoped_release unlocked;

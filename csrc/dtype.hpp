@@ -10,9 +10,12 @@ enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2, f64 = 3 };
 
 inline int64_t item_size(Dtype dtype) {
   switch (dtype) {
-    case Dtype::f64: return 8;
-    case Dtype::f32: return 4;
-    default: return 2;
+    case Dtype::f64:
+      return 8;
+    case Dtype::f32:
+      return 4;
+    default:
+      return 2;
   }
 }
 

@@ -34,8 +34,8 @@ struct Kernels {
   void (*pair_scores)(const PairNetwork& net, const float* const* left, const float* const* right, float* scores,
                       float* scratch);
   // pair_rows rows through the layers, ReLU between them; scratch as for pair_scores.
-  void (*mlp_rows)(const DenseLayer* layers, int64_t n_layers, const float* const* x, float* const* out,
-                   float* scratch, int64_t widest);
+  void (*mlp_rows)(const DenseLayer* layers, int64_t n_layers, const float* const* x, float* const* out, float* scratch,
+                   int64_t widest);
 
   // The backward pass; see pairwise_backward.inc.
   void (*tape_pairs)(const PairNetwork& net, const DenseLayer* transposed, const float* const* left,
@@ -43,9 +43,8 @@ struct Kernels {
   void (*add_products)(const float* z, int64_t z_stride, const float* d, int64_t d_stride, int64_t n_pairs,
                        int64_t begin, int64_t end, float* sums);
   void (*add_rows)(const float* x, int64_t stride, const float* weight, int64_t n_pairs, float* sums);
-  void (*add_to_halves)(const PairTape& tape, const float* const* left, const float* const* right,
-                        float* const* d_left, float* const* d_right, int64_t n_pairs, bool multiply, int64_t begin,
-                        int64_t end);
+  void (*add_to_halves)(const PairTape& tape, const float* const* left, const float* const* right, float* const* d_left,
+                        float* const* d_right, int64_t n_pairs, bool multiply, int64_t begin, int64_t end);
 
   // q_top, q_log_sum: what row_stats says of q.
   void (*kl_rows)(const Rows& p, const Rows& q, int64_t width, int64_t begin, int64_t end, const double* q_top,

@@ -7,7 +7,9 @@ constexpr int64_t kPadding = 16;  // floats: whole vectors of every target
 
 void copy_row(const void* from, Dtype dtype, int64_t element, int64_t n, float* to) {
   switch (dtype) {
-    case Dtype::f32: std::memcpy(to, static_cast<const float*>(from) + element, size_t(n) * sizeof(float)); break;
+    case Dtype::f32:
+      std::memcpy(to, static_cast<const float*>(from) + element, size_t(n) * sizeof(float));
+      break;
     case Dtype::bf16:
       for (int64_t h = 0; h < n; ++h) to[h] = float_from_bf16(static_cast<const uint16_t*>(from)[element + h]);
       break;
@@ -63,7 +65,8 @@ PairLayout full_layout(const Gathered& gathered, int64_t n, bool symmetric) {
 PairLayout rows_layout(const Gathered& gathered, int64_t n, const int64_t* rows, int64_t n_rows) {
   PairLayout layout;
   for (size_t b = 0; b + 1 < gathered.first.size(); ++b) {
-    const auto begin = gathered.position.begin() + gathered.first[b], end = gathered.position.begin() + gathered.first[b + 1];
+    const auto begin = gathered.position.begin() + gathered.first[b],
+               end = gathered.position.begin() + gathered.first[b + 1];
     for (int64_t r = 0; r < n_rows; ++r) {
       const int64_t at = int64_t(b) * n_rows + r;
       const auto found = std::lower_bound(begin, end, rows[at]);

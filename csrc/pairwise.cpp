@@ -28,8 +28,7 @@ PackedNetwork::PackedNetwork(const std::vector<LayerWeights>& layers, const floa
     : b_out_(b_out), bf16_(bf16) {
   const Kernels& k = kernels();
   int64_t floats = padded(last_width);
-  for (const LayerWeights& layer : layers)
-    floats += padded(layer.out) + padded(layer.out) * k.slots_of(layer.in, bf16);
+  for (const LayerWeights& layer : layers) floats += padded(layer.out) + padded(layer.out) * k.slots_of(layer.in, bf16);
   storage_ = make_buffer<float>(size_t(floats));
   float* to = storage_.get();
   w_out_ = put_padded(w_out, last_width, to);

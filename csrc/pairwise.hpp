@@ -44,9 +44,7 @@ struct Halves {
   const uint8_t* mask;  // null: every position is masked
   int64_t mask_stride_b, mask_stride_n;
 
-  bool equal() const {
-    return u == v && u_dtype == v_dtype && u_stride_b == v_stride_b && u_stride_n == v_stride_n;
-  }
+  bool equal() const { return u == v && u_dtype == v_dtype && u_stride_b == v_stride_b && u_stride_n == v_stride_n; }
 };
 
 enum class Symmetry : int { none = 0, mean = 1, upper = 2 };

@@ -9,9 +9,9 @@
 namespace mdmi {
 namespace {
 
-constexpr int64_t kPadding = 16;            // floats: whole vectors of every target
-constexpr int64_t kTapeFloats = 1 << 18;    // for each thread: about the second-level cache
-constexpr int64_t kTileRows = 12;           // a multiple of every target's pair_rows
+constexpr int64_t kPadding = 16;          // floats: whole vectors of every target
+constexpr int64_t kTapeFloats = 1 << 18;  // for each thread: about the second-level cache
+constexpr int64_t kTileRows = 12;         // a multiple of every target's pair_rows
 constexpr int64_t kTapeRowsPerTask = 24;
 constexpr int64_t kWeightRowsPerTask = 48;  // a multiple of kTileRows
 constexpr int64_t kColumnsPerTask = 64;
@@ -90,7 +90,8 @@ class Backward {
     for (int64_t k = 0; k < net.n_layers; ++k) strides_.push_back(padded(net.layers[k].out));
     int64_t floats = 0;
     for (int64_t stride : strides_) floats += 2 * stride;
-    capacity_ = std::max<int64_t>(kTapeRowsPerTask, kTapeFloats * threads / floats) / kTapeRowsPerTask * kTapeRowsPerTask;
+    capacity_ =
+        std::max<int64_t>(kTapeRowsPerTask, kTapeFloats * threads / floats) / kTapeRowsPerTask * kTapeRowsPerTask;
     for (int64_t stride : strides_) {
       z_storage_.push_back(zeros(capacity_ * stride + kPadding));  // add_products may read past the last row
       d_storage_.push_back(make_buffer<float>(size_t(capacity_ * stride)));
@@ -243,9 +244,8 @@ void score_all_backward(const NetworkWeights& network, const Halves& halves, con
            threads);
 }
 
-void score_rows_backward(const NetworkWeights& network, const Halves& halves, const PairRule& rule,
-                         const int64_t* rows, int64_t n_rows, const float* grad, const PairGradients& out,
-                         int threads) {
+void score_rows_backward(const NetworkWeights& network, const Halves& halves, const PairRule& rule, const int64_t* rows,
+                         int64_t n_rows, const float* grad, const PairGradients& out, int threads) {
   const Gathered gathered = gather(halves);
   backward(network, halves, rule, gathered, rows_layout(gathered, halves.n, rows, n_rows), grad, out, threads);
 }
@@ -253,8 +253,8 @@ void score_rows_backward(const NetworkWeights& network, const Halves& halves, co
 void score_band_backward(const NetworkWeights& network, const Halves& halves, const PairRule& rule, int64_t window,
                          const float* grad, const PairGradients& out, int threads) {
   const Gathered gathered = gather(halves);
-  backward(network, halves, rule, gathered,
-           band_layout(gathered, halves.n, window, rule.symmetry != Symmetry::none), grad, out, threads);
+  backward(network, halves, rule, gathered, band_layout(gathered, halves.n, window, rule.symmetry != Symmetry::none),
+           grad, out, threads);
 }
 
 }  // namespace mdmi

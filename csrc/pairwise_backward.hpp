@@ -26,8 +26,8 @@ struct PairGradients {
 // grad has the shape of the result of score_all, score_rows or score_band.
 void score_all_backward(const NetworkWeights& network, const Halves& halves, const PairRule& rule, const float* grad,
                         const PairGradients& out, int threads);
-void score_rows_backward(const NetworkWeights& network, const Halves& halves, const PairRule& rule,
-                         const int64_t* rows, int64_t n_rows, const float* grad, const PairGradients& out, int threads);
+void score_rows_backward(const NetworkWeights& network, const Halves& halves, const PairRule& rule, const int64_t* rows,
+                         int64_t n_rows, const float* grad, const PairGradients& out, int threads);
 void score_band_backward(const NetworkWeights& network, const Halves& halves, const PairRule& rule, int64_t window,
                          const float* grad, const PairGradients& out, int threads);
 

@@ -151,9 +151,8 @@ double below_threshold(const MiRow<M>& mi, std::vector<Candidate>& candidates, d
   AscendingOrder order(candidates);
   for (size_t rank = 0; rank < order.size() && int64_t(taken.order.size()) < limit; ++rank) {
     const int32_t i = order[rank].index;
-    const bool joins = std::all_of(taken.order.begin(), taken.order.end(), [&](int32_t j) {
-      return double(std::max(mi.at(i, j), mi.at(j, i))) < tau;
-    });
+    const bool joins = std::all_of(taken.order.begin(), taken.order.end(),
+                                   [&](int32_t j) { return double(std::max(mi.at(i, j), mi.at(j, i))) < tau; });
     if (!joins) continue;
     for (int32_t j : taken.order) taken.spent += mi.positive(i, j);
     taken.take(i, 0.0);
@@ -254,9 +253,8 @@ void color(const Positions& positions, const MiMatrix& mi, double tau, int64_t* 
     threads = useful_threads(positions, threads);
     const auto masked = checked_positions<M>("color", positions, mi, threads);
     std::fill_n(group, positions.batch * positions.n, int64_t(-1));
-    parallel_for(positions.batch, threads, [&](int64_t b, int) {
-      color_row(mi_row<M>(mi, b), masked[size_t(b)], tau, group + b * positions.n);
-    });
+    parallel_for(positions.batch, threads,
+                 [&](int64_t b, int) { color_row(mi_row<M>(mi, b), masked[size_t(b)], tau, group + b * positions.n); });
   });
 }
 

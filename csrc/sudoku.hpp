@@ -8,7 +8,8 @@ namespace mdmi {
 
 namespace sudoku {
 constexpr int kCells = 81, kDigits = 9, kWidth = 16, kVectors = kCells * kDigits, kCodes = 27;
-constexpr int kHidden = kDigits * kWidth + kDigits + kCodes;
+constexpr int kDigitState = kWidth + 3;  // the vector, its probability p, -p log p, and the cell's entropy
+constexpr int kHidden = kDigits * kDigitState + kCodes;
 constexpr int kMatrix = kWidth * kWidth;
 constexpr int kWeights = 2 * 3 * kWidth + 5 * kMatrix + 3 * kWidth;
 constexpr int kUnits = 27;  // rows, then columns, then boxes

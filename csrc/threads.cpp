@@ -26,7 +26,8 @@ inline void relax() {
 #endif
 }
 
-// Waking a sleeping thread costs tens of microseconds, as much as scoring a small board: wait this many pauses before sleeping.
+// Waking a sleeping thread costs tens of microseconds, as much as scoring a small board: wait this many pauses before
+// sleeping.
 constexpr int kSpins = 4000;
 
 struct Job {

@@ -16,8 +16,7 @@ void run_tasks(int64_t n_tasks, int threads, TaskBody body, void* context);
 template <class Body>
 void parallel_for(int64_t n_tasks, int threads, Body&& body) {
   run_tasks(
-      n_tasks, threads,
-      [](void* context, int64_t task, int worker) { (*static_cast<Body*>(context))(task, worker); },
+      n_tasks, threads, [](void* context, int64_t task, int worker) { (*static_cast<Body*>(context))(task, worker); },
       static_cast<void*>(&body));
 }
 

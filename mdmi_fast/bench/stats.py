@@ -9,6 +9,8 @@ from mdmi_fast import ops, reference
 from mdmi_fast.bench.measure import Work, Workload
 
 LOG_SOFTMAX = "log_softmax in PyTorch"
+_TOLERANCE = 1e-4
+"""Of all ways: torch's sums over 150,000 terms in float32 are off by 1e-5."""
 
 
 def workloads(quick: bool = False) -> list[Workload]:
@@ -45,7 +47,7 @@ def _entropy(rows: int, width: int, target: float | None) -> Workload:
         ways={"fused": ops.entropy, LOG_SOFTMAX: _entropy_in_torch},
         expected=lambda logits: reference.entropy(logits[_some_rows(logits)].double()),
         read=lambda logits, found: found[_some_rows(logits)],
-        tolerance=1e-5,
+        tolerance=_TOLERANCE,
         at_least={} if target is None else {LOG_SOFTMAX: target},
         work=Work("bytes", 4.0 * rows * width),
     )
@@ -58,7 +60,7 @@ def _half_precision(rows: int, width: int) -> Workload:
         ways={"fused": ops.entropy, LOG_SOFTMAX: lambda logits: _entropy_in_torch(logits.float())},
         expected=lambda logits: reference.entropy(logits[_some_rows(logits)].double()),
         read=lambda logits, found: found[_some_rows(logits)],
-        tolerance=1e-5,
+        tolerance=_TOLERANCE,
         work=Work("bytes", 2.0 * rows * width),
     )
 
@@ -86,7 +88,7 @@ def _token_stats(rows: int, width: int, target: float) -> Workload:
             [field.double() for field in reference.token_stats(logits[_some_rows(logits)].double())]
         ),
         read=lambda logits, found: _stack(found, _some_rows(logits)),
-        tolerance=1e-5,
+        tolerance=_TOLERANCE,
         at_least={LOG_SOFTMAX: target},
         work=Work("bytes", 4.0 * rows * width),
     )
@@ -116,5 +118,6 @@ def _head(rows: int, hidden_size: int, width: int) -> Workload:
         },
         expected=expected,
         read=lambda inputs, found: _stack(found, torch.arange(min(4, rows))),
+        tolerance=_TOLERANCE,
         work=Work("flops", 2.0 * rows * hidden_size * width),
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -41,20 +41,23 @@ class Head:
         )
 
 
-class SequenceLinear(nn.Linear):
-    """A linear layer that, outside of training, multiplies every sequence of a batch by itself.
+class RowLayers(nn.Sequential):
+    """Linear layers with ReLU between them, on every position by itself: the same, bit for bit, in every batch.
 
-    How a matrix product rounds a row depends on the matrix's shape and on the row's place in it. A sequence in memory
-    of its own comes out the same, bit for bit, in every batch.
+    Args:
+        widths: of the input and of every layer's output, two at least.
+        bias: of the layers.
     """
+
+    def __init__(self, *widths: int, bias: bool = True) -> None:
+        layers = [nn.Linear(a, b, bias=bias) for a, b in pairwise(widths)]
+        super().__init__(*[module for layer in layers for module in (layer, nn.ReLU())][:-1])
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, ..., in] to [B, ..., out]."""
-        if self.training or not len(x):
-            return super().forward(x)
-        sequences = x.reshape(len(x), -1, self.in_features)
-        y = torch.stack([F.linear(sequence.clone(), self.weight, self.bias) for sequence in sequences])
-        return y.view(*x.shape[:-1], self.out_features)
+        layers = [cast(nn.Linear, layer) for layer in list(self)[::2]]
+        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        return ops.mlp(x, [layer.weight.t() for layer in layers], biases)
 
 
 class PairScorer(nn.Module):
@@ -81,7 +84,7 @@ class PairScorer(nn.Module):
         self._frozen: tuple[tuple[int, ...], Head, ops.PreparedPairwise] | None = None
 
     def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The halves u and v [B, N, H1] of hidden [B, N, D], each position from its own state (see `SequenceLinear`)."""
+        """The halves u and v [B, N, H1] of hidden [B, N, D], each position from its own state (see `RowLayers`)."""
         raise NotImplementedError
 
     def head(self) -> Head:
@@ -305,14 +308,14 @@ class PairwiseMIEstimator(PairScorer):
         self.symmetry = "mean" if combine == "concat" else "upper"
         first, *widths = self.layers
         if combine == "concat":
-            self.left = SequenceLinear(hidden_size, first)
-            self.right = SequenceLinear(hidden_size, first, bias=False)
+            self.left = RowLayers(hidden_size, first)
+            self.right = RowLayers(hidden_size, first, bias=False)
             inputs = first
         else:
-            self.project = SequenceLinear(hidden_size, first)
+            self.project = RowLayers(hidden_size, first)
             inputs, widths = first, [first, *widths]
         if combine == "interaction":
-            self.alone = SequenceLinear(hidden_size, first)
+            self.alone = RowLayers(hidden_size, first)
             self.alone_in = nn.Linear(first, first, bias=False)
         self.dense = nn.ModuleList(nn.Linear(a, b) for a, b in zip([inputs, *widths], widths, strict=False))
         self.last = nn.Linear(widths[-1] if widths else inputs, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -58,7 +56,3 @@ def rows_of(x: Tensor, skip: int = 0) -> tuple[Tensor, Rows]:
         x = x.contiguous()
         layout = (1, x.shape[-1], 0)
     return x, (x.data_ptr(), DTYPE[x.dtype], layout)
-
-
-def count(shape: tuple[int, ...]) -> int:
-    return math.prod(shape)

@@ -8,6 +8,7 @@ from torch import Tensor
 from mdmi_fast import _C
 from mdmi_fast._threads import get_num_threads
 from mdmi_fast.native._memory import DTYPE, Layout, Rows, rows_of, same_width
+from mdmi_fast.native.stats import entropy_backward
 
 Stack = tuple[Rows, Layout, int]
 
@@ -43,8 +44,6 @@ def expected_entropy(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def expected_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
-    from mdmi_fast.native.stats import entropy_backward
-
     return entropy_backward(grad.double() * weights.double(), logits)
 
 

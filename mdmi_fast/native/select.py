@@ -155,6 +155,23 @@ def score_and_select(
     limit: int | None,
     prepared: _C.PackedNetwork | None = None,
 ) -> tuple[Tensor, Tensor]:
-    operands = (entropy, u, v, weights, biases, w_out, b_out)
-    rule = (gamma, lam, entropy_weight, mask, combine, symmetry, activation, precision, limit, prepared)
-    return score_and_select_counted(*operands, *rule)[:2]
+    selected, spent, _ = score_and_select_counted(
+        entropy,
+        u,
+        v,
+        weights,
+        biases,
+        w_out,
+        b_out,
+        gamma,
+        lam,
+        entropy_weight,
+        mask,
+        combine,
+        symmetry,
+        activation,
+        precision,
+        limit,
+        prepared,
+    )
+    return selected, spent

@@ -15,9 +15,8 @@ def sudoku_forward(tokens: Tensor, weights: Tensor, iterations: int, codes: Tens
         raise ValueError(f"sudoku_forward: weights must hold {_C.sudoku_weights} numbers, got {weights.numel()}")
     tokens, weights, codes = tokens.contiguous(), weights.contiguous(), codes.contiguous()
     boards, cells = tokens.shape
-    digits = 9
-    logits = torch.empty(boards, cells, digits + 1)
-    hidden = torch.empty(boards, cells, digits * 16 + digits + codes.shape[1])
+    logits = torch.empty(boards, cells, 10)
+    hidden = torch.empty(boards, cells, _C.sudoku_hidden)
     _C.sudoku_forward(
         tokens.data_ptr(),
         boards,

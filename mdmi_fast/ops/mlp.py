@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,13 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, backe
     A plain matrix product rounds a row differently in another batch; an estimator that decodes must not.
 
     Args:
-        x: [B, ..., D] or [D_rows, D] floating, any strides.
+        x: [B, ..., D] or [rows, D] floating, any strides.
         weights: one or more matrices [in, out].
         biases: their biases [out].
         backend: "cpp", "torch" or None.
 
     Returns:
-        [..., out of the last layer] float32. Without gradient: train with torch.nn.functional.linear.
+        [..., out of the last layer] float32. Differentiable in all operands.
 
     Raises:
         TypeError: an operand is not a floating tensor, or weights is no sequence of tensors.
@@ -69,3 +70,42 @@ def _mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor], backend: str | 
 @_mlp.register_fake
 def _(x: Tensor, weights: list[Tensor], biases: list[Tensor], backend: str | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weights[-1].shape[1], dtype=torch.float32)
+
+
+@registered("mlp_backward")
+def _mlp_backward(grad: Tensor, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    """Gradients of x, the weights and the biases, one after the other; activations are computed again."""
+    dtype = torch.float64 if torch.float64 in (x.dtype, weights[0].dtype) else torch.float32
+    inputs = [x.reshape(-1, x.shape[-1]).to(dtype)]
+    for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
+        inputs.append((inputs[-1] @ weight.to(dtype) + bias.to(dtype)).relu())
+    flow = grad.reshape(-1, grad.shape[-1]).to(dtype)
+    d_weights, d_biases = [], []
+    for weight, bias, z in zip(reversed(weights), reversed(biases), reversed(inputs), strict=True):
+        d_weights.append((z.T @ flow).to(weight.dtype))
+        d_biases.append(flow.sum(0).to(bias.dtype))
+        flow = flow @ weight.to(dtype).T
+        if z is not inputs[0]:
+            flow = flow * (z > 0)
+    return [flow.to(x.dtype).reshape(x.shape), *reversed(d_weights), *reversed(d_biases)]
+
+
+@_mlp_backward.register_fake
+def _(grad: Tensor, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    return [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, *weights, *biases)]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights, biases, _ = inputs
+    ctx.n_layers = len(weights)
+    ctx.save_for_backward(x, *weights, *biases)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor], None]:
+    x, *layers = ctx.saved_tensors
+    n = ctx.n_layers
+    d_x, *d_layers = _mlp_backward(grad, x, layers[:n], layers[n:])
+    return d_x, d_layers[:n], d_layers[n:], None
+
+
+_mlp.register_autograd(_gradient, setup_context=_setup)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdmi_fast.estimator.network import Head, SequenceLinear, ShippedScorer
-from mdmi_fast.tasks.sudoku.model import DIGITS, HIDDEN_WIDTH, ITERATIONS, POSITION_WIDTH, WIDTH
+from mdmi_fast.estimator.network import Head, RowLayers, ShippedScorer
+from mdmi_fast.tasks.sudoku.model import DIGIT_STATE, DIGITS, HIDDEN_WIDTH, ITERATIONS, POSITION_WIDTH
 
 
 class SudokuMIEstimator(ShippedScorer):
@@ -39,7 +39,7 @@ class SudokuMIEstimator(ShippedScorer):
                 f"SudokuMIEstimator: features, stem and layers must be at least 1, got {features}, {stem}, {layers}"
             )
         self.features, self.stem_width, self.layers = features, stem, tuple(layers)
-        self.stem = nn.Sequential(SequenceLinear(WIDTH + 3, stem), nn.ReLU(), SequenceLinear(stem, features))
+        self.stem = RowLayers(DIGIT_STATE, stem, features)
         self.same_digit = nn.Linear(features, layers[0])
         self.same_unit = nn.Parameter(0.1 * torch.randn(3, layers[0]))
         self.dense = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(layers))
@@ -47,12 +47,8 @@ class SudokuMIEstimator(ShippedScorer):
         nn.init.constant_(self.last.bias, -3.0)
 
     def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        states, logp, codes = hidden.split([DIGITS * WIDTH, DIGITS, POSITION_WIDTH], dim=-1)
-        p = logp.exp()
-        surprise = -p * logp.clamp(min=-50.0)
-        entropy = surprise.sum(-1, keepdim=True).expand_as(p)
-        inputs = torch.cat([states.unflatten(-1, (DIGITS, WIDTH)), torch.stack([p, surprise, entropy], -1)], -1)
-        u = torch.cat([self.stem(inputs).flatten(-2), codes], -1)
+        digits, codes = hidden.split([DIGITS * DIGIT_STATE, POSITION_WIDTH], dim=-1)
+        u = torch.cat([self.stem(digits.unflatten(-1, (DIGITS, DIGIT_STATE))).flatten(-2), codes], -1)
         return u, u
 
     def head(self) -> Head:

@@ -30,8 +30,9 @@ VOCABULARY = DIGITS + 1
 MASK_TOKEN = 0
 POSITION_WIDTH = 27
 """One-hot row, column and box: the network itself treats all cells alike."""
-HIDDEN_WIDTH = DIGITS * WIDTH + DIGITS + POSITION_WIDTH
-"""Of the hidden state: nine digit vectors, nine log-probabilities, the position."""
+DIGIT_STATE = WIDTH + 3
+"""Of the hidden state, per digit: its vector, its probability p, -p log p, and the entropy of the cell."""
+HIDDEN_WIDTH = DIGITS * DIGIT_STATE + POSITION_WIDTH
 
 _CHUNK = 32
 """Boards of one eager pass: more of them fall out of the cache, and a fixed number keeps results independent of the batch."""
@@ -180,16 +181,19 @@ class SudokuModel(nn.Module):
         for _ in range(self.iterations):
             x = self._step(x, kinds, _CHUNK)
         logp = self._scores(x, _CHUNK)[:boards].log_softmax(dim=-1)
-        states = x.view(WIDTH, DIGITS, CELLS, _CHUNK).permute(3, 2, 1, 0)[:boards].reshape(boards, CELLS, -1)
+        states = x.view(WIDTH, DIGITS, CELLS, _CHUNK).permute(3, 2, 1, 0)[:boards]
+        surprise = -logp.exp() * logp
+        entropy = surprise.sum(-1, keepdim=True).expand_as(surprise)
+        digits = torch.cat([states, torch.stack([logp.exp(), surprise, entropy], dim=-1)], dim=-1).flatten(-2)
         codes = position_codes().to(tokens.device).expand(boards, CELLS, POSITION_WIDTH)
-        return F.pad(logp, (1, 0), value=-torch.inf), torch.cat([states, logp, codes], dim=-1)
+        return F.pad(logp, (1, 0), value=-torch.inf).float(), torch.cat([digits, codes], dim=-1).float()
 
     def _kinds(self, tokens: torch.Tensor) -> torch.Tensor:
         """[3, 9 * 81 * B]: is this digit given here, is another one, and the constant 1."""
         given = tokens.t().contiguous()
         digits = torch.arange(1, VOCABULARY, device=tokens.device).view(DIGITS, 1, 1)
         this = given == digits
-        return torch.stack([this, (given != MASK_TOKEN) & ~this, torch.ones_like(this)]).float().view(3, -1)
+        return torch.stack([this, (given != MASK_TOKEN) & ~this, torch.ones_like(this)]).to(self.embed.dtype).view(3, -1)
 
     def _step(self, x: torch.Tensor, kinds: torch.Tensor, boards: int) -> torch.Tensor:
         shape = (WIDTH, DIGITS, CELLS, boards)
