@@ -50,9 +50,10 @@ def test_the_compiled_forward_answers_like_the_eager_one(
     compiled = model(boards)
     monkeypatch.setattr(model_module, "sudoku_forward", None)
     plain = model(boards)
-    # Sums of 16 float32 products, a dozen iterations long; log-probabilities down to -30 are compared relatively.
-    torch.testing.assert_close(compiled.logits, plain.logits, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(compiled.hidden, plain.hidden, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(compiled.logits.exp(), plain.logits.exp(), rtol=0, atol=1e-5)
+    # A dozen iterations of float32 sums; both are this far from float64 where a board breaks the rules.
+    torch.testing.assert_close(compiled.logits, plain.logits, rtol=5e-5, atol=5e-5)
+    torch.testing.assert_close(compiled.hidden, plain.hidden, rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.usefixtures("forward")

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mdmi_fast import ops, reference
@@ -83,7 +82,8 @@ def dense(z: Tensor, net: Network) -> Tensor:
 
 
 def fused(net: Network) -> Tensor:
-    return ops.pairwise_mlp(*net.halves(), *net.head, symmetry="none", prepared=net.prepared)
+    u, v = net.halves()
+    return ops.pairwise_mlp(u, v, *net.head, symmetry="none", prepared=net.prepared)
 
 
 def concatenated(net: Network) -> Tensor:

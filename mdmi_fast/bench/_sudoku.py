@@ -33,7 +33,7 @@ def states(count: int) -> Tensor:
 
 @cache
 def estimator(name: str) -> PairScorer:
-    """"shipped", or the widths of a general estimator "64/32", untrained, whose answers are as small as most MI is."""
+    """The estimator "shipped", or by its widths a general one, untrained, whose answers are as small as most MI is."""
     if name == "shipped":
         return load_estimator("sudoku")
     torch.manual_seed(0)

@@ -49,7 +49,7 @@ class Work:
     at_least: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workload:
     """One thing to do, and the ways to do it; the first is ours.
 
@@ -112,7 +112,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """"reached", "MISSED", "REFUSED", "n/a", or "" where there is no target."""
+        """One of "reached", "MISSED", "REFUSED", "n/a", or "" where there is no target."""
         if self.refused:
             return "REFUSED"
         if math.isnan(self.value):
@@ -225,18 +225,17 @@ def yardstick(kind: str) -> tuple[str, Callable[[], Any], float]:
     """What the processor can do at most, on the threads in use: (name, run, amount of work of a run).
 
     Multiply-adds: the extension's own chain of them in registers, `_C.fma_burst(rounds) -> operations done`, in builds
-    that have it; else a large matrix product of torch. Reading: the sum of a tensor larger than any cache.
+    that have it; else a large matrix product of torch. Reading: the maximum of a tensor larger than any cache.
     """
     if kind == "bytes":
         long = _long_tensor()
-        return "read bandwidth", long.sum, long.numel() * long.element_size()
+        return "read bandwidth", long.amax, long.numel() * long.element_size()
     burst = _fma_burst()
     if burst is not None and get_num_threads() == 1:
         rounds = 1_000_000
         return "FMA peak", lambda: burst(rounds), float(burst(rounds))
-    n = 1024
-    a, b, out = _square(n)
-    return _MATMUL, lambda: torch.mm(a, b, out=out), 2.0 * n**3
+    a, b, product = _square(1024)
+    return _MATMUL, lambda: torch.mm(a, b, out=product), 2.0 * 1024**3
 
 
 def _fma_burst() -> Callable[[int], int] | None:
@@ -274,30 +273,30 @@ def figures(workload: Workload, *, quick: bool = False) -> list[Figure]:
     if workload.at_most is not None:
         found.append(Figure(workload.name, f"time of {ours}", taken * 1e6, "us", workload.at_most * 1e6, "<=", taken))
     for name in others:
-        part = f"measured on 1/{1 / workload.parts[name]:.0f} of the pairs" if name in workload.parts else ""
-        found.append(_versus(workload, name, taken, seconds.get(name), unable.get(name, part), peak))
+        remark = f"measured on 1/{1 / workload.parts[name]:.0f} of the pairs" if name in workload.parts else ""
+        found.append(_versus(workload, name, taken, seconds.get(name), unable.get(name, remark), peak))
     if workload.work is not None:
         found.append(_share_of_peak(workload, workload.work, taken, ruler, amount / seconds[ruler]))
     return found
 
 
-def _versus(
-    workload: Workload, other: str, ours: float, seconds: float | None, note: str, peak: float
-) -> Figure:
+def _versus(workload: Workload, other: str, ours: float, seconds: float | None, note: str, peak: float) -> Figure:
+    value = math.nan if seconds is None else seconds / ours
     if workload.share_of is not None and other == workload.share_of[0]:
-        target, compare, unit, measure = workload.share_of[1], "<=", "%", f"share of {other}"
-        target = None if target is None else target * 100
-        value = math.nan if seconds is None else 100 * ours / seconds
-    else:
-        target, compare, unit, measure = workload.at_least.get(other), ">=", "x", f"against {other}"
-        value = math.nan if seconds is None else seconds / ours
-        if target is not None and value < target and value / peak < target:  # peak is NaN where it is not known
-            note = f"{note + '; ' if note else ''}at the peak it would be {value / peak:.1f}x"
-    return Figure(workload.name, measure, value, unit, target, compare, ours, seconds or math.nan, note)  # type: ignore[arg-type]
+        most = workload.share_of[1]
+        target = None if most is None else 100 * most
+        measure = f"share of {other}"
+        return Figure(workload.name, measure, 100 / value, "%", target, "<=", ours, seconds or math.nan, note)
+    target = workload.at_least.get(other)
+    if target is not None and value < target and value / peak < target:  # peak is NaN where it is not known
+        note = f"{note + '; ' if note else ''}at the peak it would be {value / peak:.1f}x"
+    return Figure(workload.name, f"against {other}", value, "x", target, ">=", ours, seconds or math.nan, note)
 
 
 def _share_of_peak(workload: Workload, work: Work, ours: float, ruler: str, peak: float) -> Figure:
     unit = "GFLOP/s" if work.kind == "flops" else "GB/s"
     note = f"{work.amount / ours / 1e9:.1f} of {peak / 1e9:.1f} {unit}"
     target = None if work.at_least is None or ruler == _MATMUL else 100 * work.at_least
-    return Figure(workload.name, f"share of {ruler}", 100 * work.amount / ours / peak, "%", target, ">=", ours, note=note)
+    return Figure(
+        workload.name, f"share of {ruler}", 100 * work.amount / ours / peak, "%", target, ">=", ours, note=note
+    )

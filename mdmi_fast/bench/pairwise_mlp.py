@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def _case(n: int, layers: tuple[int, ...]) -> str:
 def _useful_flops(net_layers: tuple[int, ...], batch: int, n: int, d: int) -> float:
     """Multiply-adds of the halves and of the dense layers of all pairs, counted twice each."""
     widths = [*net_layers, 1]
-    per_pair = sum(a * b for a, b in zip(widths, widths[1:], strict=False))
+    per_pair = sum(a * b for a, b in pairwise(widths))
     return 2.0 * batch * (n * n * per_pair + 2 * n * d * net_layers[0])
 
 

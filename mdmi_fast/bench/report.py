@@ -26,7 +26,7 @@ def heading(stem: str) -> str:
 def line(figure: Figure) -> str:
     """One row of the table."""
     cells = (figure.case, figure.measure, _value(figure), _target(figure), figure.verdict)
-    row = "".join(f"{cell:<{width}}" for cell, width in zip(cells, _COLUMNS.values(), strict=True))
+    row = "".join(f"{cell + '  ':<{width}}" for cell, width in zip(cells, _COLUMNS.values(), strict=True))
     times = " against ".join(_time(seconds) for seconds in (figure.ours, figure.other) if not math.isnan(seconds))
     return f"{row}{'; '.join(text for text in (times, figure.note) if text)}".rstrip()
 

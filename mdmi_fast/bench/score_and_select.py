@@ -41,10 +41,6 @@ class Inputs:
     def network(self) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
         return self.head.weights, self.head.biases, self.head.w_out, self.head.b_out
 
-    @property
-    def options(self) -> dict[str, str]:
-        return {"combine": self.scorer.combine, "symmetry": self.scorer.symmetry, "activation": "softplus"}
-
 
 def workloads(quick: bool = False) -> list[Workload]:
     names = ("shipped",) if quick else ("shipped", "64/32", "512/256")
@@ -74,9 +70,7 @@ def _make(name: str, count: int, batch: int) -> Inputs:
         Scored(state, ops.token_stats(state.logits).entropy, *scorer.halves(state.hidden))
         for state in sudoku.passes(count, batch=batch)
     ]
-    return Inputs(
-        scorer, batches, head, ops.prepare_pairwise(head.weights, head.biases, head.w_out, head.b_out)
-    )
+    return Inputs(scorer, batches, head, ops.prepare_pairwise(head.weights, head.biases, head.w_out, head.b_out))
 
 
 @torch.no_grad()
@@ -91,7 +85,9 @@ def _lazy(inputs: Inputs, gamma: float, weight: float) -> list[Selection]:
             entropy_weight=weight,
             mask=one.state.mask,
             prepared=inputs.prepared,
-            **inputs.options,
+            combine=inputs.scorer.combine,
+            symmetry=inputs.scorer.symmetry,
+            activation="softplus",
         )
         for one in inputs.batches
     ]
@@ -102,7 +98,14 @@ def _full(inputs: Inputs, gamma: float, weight: float) -> list[Selection]:
     found = []
     for one in inputs.batches:
         mi = ops.pairwise_mlp(
-            one.u, one.v, *inputs.network, mask=one.state.mask, prepared=inputs.prepared, **inputs.options
+            one.u,
+            one.v,
+            *inputs.network,
+            mask=one.state.mask,
+            combine=inputs.scorer.combine,
+            symmetry=inputs.scorer.symmetry,
+            activation="softplus",
+            prepared=inputs.prepared,
         )
         found.append(ops.select_budget(one.entropy, mi, gamma=gamma, entropy_weight=weight, mask=one.state.mask))
     return found

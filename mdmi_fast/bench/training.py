@@ -42,34 +42,34 @@ class Step:
 
 def workloads(quick: bool = False) -> list[Workload]:
     shapes = ((2, 40),) if quick else ((16, 81), (1, 512))
-    return [
-        Workload(
-            name=_case(*shape),
-            make=lambda shape=shape: _make(*shape),
-            ways={"mdmi_fast": _ours, EAGER: _eager},
-            expected=_expected,
-            read=_in_scale,
-            tolerance=2e-3,  # sums of 10^5 pairs in float32
-            at_least={EAGER: 3.0},
-        )
-        for shape in shapes
-    ]
+    return [_step(*shape) for shape in shapes]
+
+
+def _step(batch: int, n: int) -> Workload:
+    return Workload(
+        name=_case(batch, n),
+        make=lambda: _make(batch, n),
+        ways={"mdmi_fast": _ours, EAGER: _eager},
+        expected=_expected,
+        read=_in_scale,
+        tolerance=2e-3,  # sums of 10^5 pairs in float32
+        at_least={EAGER: 3.0},
+    )
 
 
 def others(quick: bool = False) -> Iterator[Figure]:
     n = 128 if quick else 512
-    measure = "memory above inputs and gradients, N {} against N {}"
-    case = f"{_case(1, 2 * n)}"
+    case, measure = _case(1, 2 * n), "memory above inputs and gradients"
     try:
         peaks = in_child(_peaks, [n, 2 * n])
     except Unavailable as reason:
-        yield Figure(case, "memory above inputs and gradients", math.nan, "MiB", note=str(reason))
+        yield Figure(case, measure, math.nan, "MiB", note=str(reason))
         return
     (ours, _), (ours_twice, theirs_twice) = peaks
     pair_maps = 4 * (2 * n) ** 2
     yield Figure(
         case,
-        "memory above inputs and gradients",
+        measure,
         ours_twice / MIB,
         "MiB",
         64.0,
@@ -78,7 +78,7 @@ def others(quick: bool = False) -> Iterator[Figure]:
     )
     yield Figure(
         case,
-        measure.format(2 * n, n),
+        f"that memory against N {n}",
         ours_twice / max(ours, MIB),
         "x",
         note=f"{ours / MIB:.0f} MiB at N {n}; [N, N] maps of scores, labels and loss grow 4x",

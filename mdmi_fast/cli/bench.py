@@ -24,7 +24,11 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs; no targets")
     parser.add_argument(
-        "--threads", type=positive, default=1, metavar="N", help="threads of both sides (default: 1, as targets have it)"
+        "--threads",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="threads of both sides (default: 1, as targets have it)",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write STEM.csv and, with matplotlib, STEM.png here")
     parser.set_defaults(run=run)

@@ -1,5 +1,5 @@
-// The kernels with sixteen lanes and twelve pairs a tile, as for AVX-512, in portable C++: their values can be tested on
-// any machine.
+// The kernels with sixteen lanes and twelve pairs a tile, as for AVX-512, in portable C++: their values can be tested
+// on any machine.
 #include <cstdint>
 #include <cstring>
 

@@ -153,41 +153,61 @@ struct Net {
       view.layers.push_back({weights[k].data(), biases[k].data(), widths[k], widths[k + 1]});
     return view;
   }
+};
 
-  double score(const float* u, const float* v, const mdmi::PairRule& rule) const {
-    Doubles z(static_cast<size_t>(widths[0]));
-    for (size_t h = 0; h < z.size(); ++h)
-      z[h] = rule.multiply ? double(u[h]) * double(v[h]) : std::max(0.0, double(u[h]) + double(v[h]));
-    for (size_t k = 0; k < weights.size(); ++k) {
-      Doubles next(biases[k].begin(), biases[k].end());
+struct Dual {  // a number and its slope along one direction
+  double value = 0.0, slope = 0.0;
+};
+Dual operator+(Dual a, Dual b) { return {a.value + b.value, a.slope + b.slope}; }
+Dual operator*(Dual a, Dual b) { return {a.value * b.value, a.slope * b.value + a.value * b.slope}; }
+Dual relu(Dual a) { return a.value > 0.0 ? a : Dual(); }
+
+// A network and a direction in which all its numbers move.
+struct Moving {
+  const Net &net, &direction;
+
+  Dual score(const float* u, const float* du, const float* v, const float* dv, const mdmi::PairRule& rule) const {
+    std::vector<Dual> z(static_cast<size_t>(net.widths[0]));
+    for (size_t h = 0; h < z.size(); ++h) {
+      const Dual left{u[h], du[h]}, right{v[h], dv[h]};
+      z[h] = rule.multiply ? left * right : relu(left + right);
+    }
+    for (size_t k = 0; k < net.weights.size(); ++k) {
+      std::vector<Dual> next(net.biases[k].size());
       for (size_t c = 0; c < next.size(); ++c) {
-        for (size_t h = 0; h < z.size(); ++h) next[c] += z[h] * double(weights[k][h * next.size() + c]);
-        next[c] = std::max(0.0, next[c]);
+        next[c] = {net.biases[k][c], direction.biases[k][c]};
+        for (size_t h = 0; h < z.size(); ++h) {
+          const size_t at = h * next.size() + c;
+          next[c] = next[c] + z[h] * Dual{net.weights[k][at], direction.weights[k][at]};
+        }
+        next[c] = relu(next[c]);
       }
       z = next;
     }
-    double f = b_out;
-    for (size_t h = 0; h < z.size(); ++h) f += z[h] * double(w_out[h]);
-    return rule.softplus ? std::log1p(std::exp(f)) : f;
+    Dual f{net.b_out, direction.b_out};
+    for (size_t h = 0; h < z.size(); ++h) f = f + z[h] * Dual{net.w_out[h], direction.w_out[h]};
+    if (rule.softplus) f = {std::log1p(std::exp(f.value)), f.slope / (1.0 + std::exp(-f.value))};
+    return f;
+  }
+
+  std::vector<Dual> score_everything(const Floats& u, const Floats& du, const Floats& v, const Floats& dv, int64_t n,
+                                     const mdmi::PairRule& rule, const std::vector<uint8_t>& mask) const {
+    std::vector<Dual> out(static_cast<size_t>(n * n));
+    const auto f = [&](int64_t i, int64_t j) {
+      const int64_t left = i * net.widths[0], right = j * net.widths[0];
+      return score(u.data() + left, du.data() + left, v.data() + right, dv.data() + right, rule);
+    };
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t j = 0; j < n; ++j) {
+        if (i == j || !mask[size_t(i)] || !mask[size_t(j)]) continue;
+        Dual& to = out[size_t(i * n + j)];
+        if (rule.symmetry == mdmi::Symmetry::none) to = f(i, j);
+        if (rule.symmetry == mdmi::Symmetry::mean) to = Dual{0.5, 0.0} * (f(i, j) + f(j, i));
+        if (rule.symmetry == mdmi::Symmetry::upper) to = f(std::min(i, j), std::max(i, j));
+      }
+    return out;
   }
 };
-
-Doubles score_everything(const Net& net, const Floats& u, const Floats& v, int64_t n, const mdmi::PairRule& rule,
-                         const std::vector<uint8_t>& mask) {
-  Doubles out(static_cast<size_t>(n * n), 0.0);
-  const auto f = [&](int64_t i, int64_t j) {
-    return net.score(u.data() + i * net.widths[0], v.data() + j * net.widths[0], rule);
-  };
-  for (int64_t i = 0; i < n; ++i)
-    for (int64_t j = 0; j < n; ++j) {
-      if (i == j || !mask[size_t(i)] || !mask[size_t(j)]) continue;
-      double& to = out[size_t(i * n + j)];
-      if (rule.symmetry == mdmi::Symmetry::none) to = f(i, j);
-      if (rule.symmetry == mdmi::Symmetry::mean) to = 0.5 * (f(i, j) + f(j, i));
-      if (rule.symmetry == mdmi::Symmetry::upper) to = f(std::min(i, j), std::max(i, j));
-    }
-  return out;
-}
 
 void test_pairs(const std::vector<int64_t>& widths, mdmi::Symmetry symmetry, bool equal_halves) {
   constexpr int64_t kN = 17, kWindow = 4;
@@ -198,16 +218,19 @@ void test_pairs(const std::vector<int64_t>& widths, mdmi::Symmetry symmetry, boo
   std::vector<uint8_t> mask(kN);
   for (uint8_t& m : mask) m = generator() % 4 != 0;
   const float* const right = equal_halves ? u.data() : v.data();
-  const mdmi::Halves halves{u.data(), right, Dtype::f32, Dtype::f32, kN * width, width,       kN * width,
-                            width,    1,     kN,         width,      mask.data(), kN,          1};
-  const Doubles expected = score_everything(net, u, v, kN, rule, mask);
+  const mdmi::Halves halves{u.data(), right, Dtype::f32, Dtype::f32, kN * width,  width, kN * width,
+                            width,    1,     kN,         width,      mask.data(), kN,    1};
+  const Net direction(widths);
+  const Floats u_direction = normal(kN * width), v_direction = normal(kN * width);
+  const std::vector<Dual> expected =
+      Moving{net, direction}.score_everything(u, u_direction, v, v_direction, kN, rule, mask);
   const mdmi::NetworkWeights weights = net.view(false);
   const mdmi::PackedNetwork packed(weights.layers, weights.w_out, weights.last_width, weights.b_out, false);
   Floats all(kN * kN, NAN), again(kN * kN, NAN), rows(3 * kN, NAN), band(kN * (2 * kWindow + 1), NAN);
   mdmi::score_all(packed, halves, rule, all.data(), 1);
   mdmi::score_all(packed, halves, rule, again.data(), 3);
   expect(all == again, "scores do not depend on the number of threads");
-  for (size_t k = 0; k < all.size(); ++k) expect_near(all[k], expected[k], 2e-5, "score");
+  for (size_t k = 0; k < all.size(); ++k) expect_near(all[k], expected[k].value, 2e-5, "score");
   const int64_t wanted[3] = {5, -1, 16};
   mdmi::score_rows(packed, halves, rule, wanted, 3, rows.data(), 2);
   mdmi::score_band(packed, halves, rule, kWindow, band.data(), 2);
@@ -232,7 +255,7 @@ void test_pairs(const std::vector<int64_t>& widths, mdmi::Symmetry symmetry, boo
   mdmi::score_and_select(packed, halves, rule, positions, budget, lazily.data(), &spent_lazily, 2);
   expect(selected == lazily && spent == spent_lazily, "score_and_select");
 
-  // The gradient along a random direction, against a difference of two sums in double precision.
+  // The gradient along the direction.
   const Floats grad = normal(kN * kN);
   std::vector<Floats> d_weights, d_biases;
   mdmi::PairGradients out{};
@@ -244,32 +267,22 @@ void test_pairs(const std::vector<int64_t>& widths, mdmi::Symmetry symmetry, boo
   for (Floats& b : d_biases) out.biases.push_back(b.data());
   out.u = du.data(), out.v = dv.data(), out.w_out = d_w_out.data(), out.b_out = &d_b_out;
   mdmi::score_all_backward(weights, halves, rule, grad.data(), out, 2);
-  constexpr float kStep = 1e-3f;
-  double slope = double(d_b_out);
-  Net ahead = net, behind = net;
-  Floats u_ahead = u, u_behind = u, v_ahead = v, v_behind = v;
-  const auto move = [&](Floats& plus, Floats& minus, const Floats& gradient) {
-    const Floats direction = normal(int64_t(plus.size()));
-    for (size_t k = 0; k < plus.size(); ++k) {
-      slope += double(direction[k]) * double(gradient[k]);
-      plus[k] += kStep * direction[k];
-      minus[k] -= kStep * direction[k];
+  double slope = double(d_b_out) * double(direction.b_out), expected_slope = 0.0, size = 1.0;
+  const auto add = [&](const Floats& gradient, const Floats& along) {
+    for (size_t k = 0; k < gradient.size(); ++k) {
+      slope += double(gradient[k]) * double(along[k]);
+      size += std::abs(double(gradient[k]) * double(along[k]));
     }
   };
   for (size_t k = 0; k < net.weights.size(); ++k) {
-    move(ahead.weights[k], behind.weights[k], d_weights[k]);
-    move(ahead.biases[k], behind.biases[k], d_biases[k]);
+    add(d_weights[k], direction.weights[k]);
+    add(d_biases[k], direction.biases[k]);
   }
-  move(ahead.w_out, behind.w_out, d_w_out);
-  ahead.b_out += kStep, behind.b_out -= kStep;
-  move(u_ahead, u_behind, du);
-  move(v_ahead, v_behind, dv);
-  const Doubles plus = score_everything(ahead, u_ahead, v_ahead, kN, rule, mask);
-  const Doubles minus = score_everything(behind, u_behind, v_behind, kN, rule, mask);
-  double difference = 0.0;
-  for (size_t k = 0; k < plus.size(); ++k) difference += double(grad[k]) * (plus[k] - minus[k]) / (2.0 * kStep);
-  // The tolerance is that of the difference: rectifiers bend within the step.
-  expect_near(slope, difference, 0.05 * (1.0 + std::abs(difference)) * std::sqrt(double(widths[0])), "gradient");
+  add(d_w_out, direction.w_out);
+  add(du, u_direction);
+  add(dv, v_direction);
+  for (size_t k = 0; k < expected.size(); ++k) expected_slope += double(grad[k]) * expected[k].slope;
+  expect_near(slope, expected_slope, 1e-5 * size, "gradient");
 }
 
 void test_selection_errors() {
@@ -315,7 +328,8 @@ void test_threads() {
 void test_table(const mdmi::Kernels& table) {
   mdmi::current = &table;
   for (int64_t width : {1, 2, 7, 16, 33, 128, 129, 1025, 3000}) test_stats(width);
-  const std::vector<std::vector<int64_t>> networks = {{1}, {20}, {7, 1}, {33, 16}, {100, 33}, {16, 17, 5}, {8, 40, 3, 2}};
+  const std::vector<std::vector<int64_t>> networks = {{1},       {20},        {7, 1},       {33, 16},
+                                                      {100, 33}, {16, 17, 5}, {8, 40, 3, 2}};
   for (const auto& widths : networks)
     for (mdmi::Symmetry symmetry : {mdmi::Symmetry::none, mdmi::Symmetry::mean, mdmi::Symmetry::upper})
       for (bool equal_halves : {false, true}) test_pairs(widths, symmetry, equal_halves);

@@ -193,7 +193,9 @@ class SudokuModel(nn.Module):
         given = tokens.t().contiguous()
         digits = torch.arange(1, VOCABULARY, device=tokens.device).view(DIGITS, 1, 1)
         this = given == digits
-        return torch.stack([this, (given != MASK_TOKEN) & ~this, torch.ones_like(this)]).to(self.embed.dtype).view(3, -1)
+        return (
+            torch.stack([this, (given != MASK_TOKEN) & ~this, torch.ones_like(this)]).to(self.embed.dtype).view(3, -1)
+        )
 
     def _step(self, x: torch.Tensor, kinds: torch.Tensor, boards: int) -> torch.Tensor:
         shape = (WIDTH, DIGITS, CELLS, boards)

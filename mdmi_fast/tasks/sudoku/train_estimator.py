@@ -1,7 +1,7 @@
 """Labels and training of the shipped estimator: `python -m mdmi_fast.tasks.sudoku.train_estimator strong|weak FOLDER`.
 
-Two rounds: the second labels states that decoding with the first round's estimator leads to, and trains on both. An
-interrupted run goes on with the labels it has.
+Rounds: each but the first labels states that decoding with the last round's estimator leads to, and trains on all
+labels so far. An interrupted run goes on with the labels and the rounds it has.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import ITERATIONS, MASK_TOKEN, SudokuModel, load_model
 from mdmi_fast.tasks.sudoku.states import decoding_states
 
-STATES, EPSILON = 5000, 0.002
-FEATURES, LAYERS = 10, (32, 16)
-EPOCHS, RATE = 16, 5e-3
+ROUNDS, STATES, EPSILON = 3, 5000, 0.002
+FEATURES, STEM, LAYERS = 12, 48, (48, 16)
+EPOCHS, RATE = 20, 5e-3
 
 
 def label(model: SudokuModel, folder: Path, *, states: int, seed: int, mi: SudokuMIEstimator | None) -> LabelSet:
@@ -40,7 +40,7 @@ def train(strength: str, labels: LabelSet, *, epochs: int, seed: int = 0) -> tup
         held = progress.held_out
         print(f"epoch {progress.epoch}: loss {progress.loss:.5f}, held-out r {held.pearson:.4f}", file=sys.stderr)
 
-    estimator = SudokuMIEstimator(features=FEATURES, layers=LAYERS)
+    estimator = SudokuMIEstimator(features=FEATURES, stem=STEM, layers=LAYERS)
     estimator, report = train_estimator(
         estimator, load_model(strength), labels, epochs=epochs, learning_rate=RATE, seed=seed, on_epoch=show
     )
@@ -57,26 +57,31 @@ def train(strength: str, labels: LabelSet, *, epochs: int, seed: int = 0) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strength", choices=sorted(ITERATIONS), help="which network it is for")
-    parser.add_argument("folder", type=Path, help="where the labels and the first round's estimator are kept")
-    parser.add_argument("--states", type=int, default=STATES, help="of each round")
+    parser.add_argument("folder", type=Path, help="where the labels and the rounds' estimators are kept")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--states", type=int, default=STATES, help="to label in each round")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--out", type=Path, help="folder of the estimator (default: as shipped)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = load_model(options.strength)
-    first_labels = label(model, options.folder / "round-1", states=options.states, seed=1, mi=None)
-    kept = options.folder / "estimator-1"
-    if kept.exists():
-        first = SudokuMIEstimator.from_pretrained(kept)
-    else:
-        first, _ = train(options.strength, first_labels, epochs=options.epochs // 2)
-        first.save_pretrained(kept)
-    second_labels = label(model, options.folder / "round-2", states=options.states, seed=2, mi=first)
-    both = LabelSet(*(torch.cat(fields) for fields in zip(first_labels, second_labels, strict=True)))
-    estimator, report = train(options.strength, both, epochs=options.epochs)
-    estimator.save_pretrained(options.out or Path(__file__).parent / "weights" / f"estimator_{options.strength}")
-    print(report)
+    labels: list[LabelSet] = []
+    estimator = None
+    for number in range(1, options.rounds + 1):
+        labels.append(
+            label(model, options.folder / f"round-{number}", states=options.states, seed=number, mi=estimator)
+        )
+        kept = options.folder / f"estimator-{number}"
+        if not kept.exists():
+            everything = LabelSet(*(torch.cat(fields) for fields in zip(*labels, strict=True)))
+            estimator, report = train(options.strength, everything, epochs=options.epochs)
+            estimator.save_pretrained(kept)
+            print(f"round {number}: {report}")
+        estimator = SudokuMIEstimator.from_pretrained(kept)
+    if estimator is not None:
+        shipped = Path(__file__).parent / "weights" / f"estimator_{options.strength}"
+        estimator.save_pretrained(options.out or shipped)
 
 
 if __name__ == "__main__":

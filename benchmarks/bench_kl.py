@@ -1,0 +1,7 @@
+from mdmi_fast.bench.kl import workloads
+
+__all__ = ["test_speed", "workloads"]
+
+
+def test_speed(benchmark, way):
+    benchmark(way)
