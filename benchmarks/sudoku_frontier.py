@@ -29,7 +29,7 @@ def sweep(task: str, mi: PairScorer) -> dict[str, Policy]:
             policies[f"MI budget {gamma}, cheapest"] = MIBudget(mi, gamma, order="cheapest")
             policies[f"shuffled MI budget {gamma}"] = MIBudget(Shuffled(mi), gamma)
         return policies
-    for gamma in (0.005, 0.01, 0.02, 0.03, 0.05, 0.1):
+    for gamma in (0.005, 0.01, 0.02, 0.03, 0.06, 0.12):
         policies[f"MI budget {gamma}, no entropy"] = MIBudget(mi, gamma, entropy_weight=0.0)
         policies[f"MI budget {gamma}, no entropy, cheapest"] = MIBudget(mi, gamma, entropy_weight=0.0, order="cheapest")
     for tau in (0.002, 0.005, 0.01, 0.02, 0.05):

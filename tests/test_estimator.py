@@ -515,6 +515,8 @@ def test_loss_by_hand() -> None:
     assert float(root_loss(predicted, labels)) == pytest.approx(0.16, abs=1e-5)
     negative = labels._replace(mi=-mi)
     assert float(root_loss(predicted, negative)) == pytest.approx(0.01, abs=3e-4)
+    assert float(root_loss(predicted, labels, 4.0)) == pytest.approx(4 * 0.16, abs=4e-5)
+    assert float(root_loss(predicted, negative, 4.0)) == pytest.approx(0.01, abs=3e-4)  # too high, not too low
 
 
 @pytest.mark.parametrize(
@@ -524,6 +526,7 @@ def test_loss_by_hand() -> None:
         ({"batch_size": 0}, "epochs and batch_size must be at least 1"),
         ({"held_out": 1.0}, "leaves nothing"),
         ({"learning_rate": 1e30}, "lower learning_rate"),
+        ({"underestimation": 0.0}, "underestimation must be a positive number, got 0.0"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(

@@ -35,6 +35,13 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--epochs", type=positive, default=20, metavar="N", help="at most (default: 20)")
     parser.add_argument("--lr", type=amount, default=1e-3, metavar="RATE", help="learning rate (default: 0.001)")
+    parser.add_argument(
+        "--underestimation",
+        type=amount,
+        default=1.0,
+        metavar="WEIGHT",
+        help="of predictions below the label against those above; more than 1 for sampling (default: 1)",
+    )
     parser.add_argument("--batch-size", type=positive, default=16, metavar="N", help="states a step (default: 16)")
     parser.add_argument("--held-out", type=share, default=0.1, metavar="SHARE", help="of the states (default: 0.1)")
     parser.add_argument(
@@ -84,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
             epochs=options.epochs,
             batch_size=options.batch_size,
             learning_rate=options.lr,
+            underestimation=options.underestimation,
             held_out=options.held_out,
             patience=options.patience,
             seed=options.seed,

@@ -136,7 +136,7 @@ def make_task(name: str, boards: int, *, split: Split = "test") -> Task:
 
 def solving_policies(regime: str, mi: PairScorer, *, full: bool = False) -> dict[str, Policy]:
     """Policies for one right answer; the first is the yardstick of the rest. `full` adds the controls."""
-    surest, bound = {"strong": (0.05, 0.2), "weak": (0.02, 0.05)}[regime]
+    surest, bound, spend = {"strong": (0.02, 0.2, 0.2), "weak": (0.02, 0.1, 0.1)}[regime]
     policies: dict[str, Policy] = {
         "sequential": Sequential(),
         "random 4": Random(4),
@@ -144,11 +144,11 @@ def solving_policies(regime: str, mi: PairScorer, *, full: bool = False) -> dict
         "confidence 0.9": Confidence(0.9),
         f"entropy bound {bound}": EntropyBound(bound),
         f"confidence budget {surest}": ConfidenceBudget(surest),
-        "MI budget 0.3": MIBudget(mi, 0.3),
+        f"MI budget {spend}": MIBudget(mi, spend),
     }
     if full:
         policies["MI threshold 0.05"] = MIThreshold(mi, 0.05)
-        for gamma in (0.1, 0.3, 0.6):
+        for gamma in (0.1, 0.2, 0.3, 0.6):
             policies[f"MI budget {gamma}"] = MIBudget(mi, gamma)
             policies[f"MI budget {gamma}, cheapest"] = MIBudget(mi, gamma, order="cheapest")
             policies[f"control: shuffled MI budget {gamma}"] = MIBudget(Shuffled(mi), gamma)
@@ -167,20 +167,20 @@ def sampling_policies(mi: PairScorer, *, full: bool = False) -> dict[str, Policy
         "entropy bound 0.5": EntropyBound(0.5),
         "entropy bound 2.3": EntropyBound(2.3),
     }
-    for gamma in (0.005, 0.02, 0.05):
+    for gamma in (0.005, 0.02, 0.06):
         policies[f"MI budget {gamma}, no entropy"] = MIBudget(mi, gamma, entropy_weight=0.0)
     if full:
         policies["entropy bound 1.0"] = EntropyBound(1.0)
         policies["MI budget 0.1, no entropy"] = MIBudget(mi, 0.1, entropy_weight=0.0)
         for gamma in (0.5, 1.0):
             policies[f"MI budget {gamma}, published rule"] = MIBudget(mi, gamma)
-        for gamma in (0.01, 0.02, 0.05):
+        for gamma in (0.01, 0.02, 0.06):
             policies[f"MI budget {gamma}, no entropy, cheapest"] = MIBudget(
                 mi, gamma, entropy_weight=0.0, order="cheapest"
             )
         for tau in (0.005, 0.02):
             policies[f"MI threshold {tau}"] = MIThreshold(mi, tau)
-        for gamma in (0.005, 0.02):
+        for gamma in (0.005, 0.02, 0.06):
             policies[f"control: shuffled MI budget {gamma}, no entropy"] = MIBudget(
                 Shuffled(mi), gamma, entropy_weight=0.0
             )

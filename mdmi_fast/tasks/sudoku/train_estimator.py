@@ -21,7 +21,7 @@ from mdmi_fast.tasks.sudoku.states import decoding_states
 
 ROUNDS, STATES, EPSILON = 3, 5000, 0.002
 FEATURES, STEM, LAYERS = 12, 48, (48, 16)
-EPOCHS, RATE = 20, 5e-3
+EPOCHS, RATE, UNDERESTIMATION = 20, 5e-3, 4.0
 
 
 def label(model: SudokuModel, folder: Path, *, states: int, seed: int, mi: SudokuMIEstimator | None) -> LabelSet:
@@ -42,13 +42,21 @@ def train(strength: str, labels: LabelSet, *, epochs: int, seed: int = 0) -> tup
 
     estimator = SudokuMIEstimator(features=FEATURES, stem=STEM, layers=LAYERS)
     estimator, report = train_estimator(
-        estimator, load_model(strength), labels, epochs=epochs, learning_rate=RATE, seed=seed, on_epoch=show
+        estimator,
+        load_model(strength),
+        labels,
+        epochs=epochs,
+        learning_rate=RATE,
+        underestimation=UNDERESTIMATION,
+        seed=seed,
+        on_epoch=show,
     )
     estimator.provenance = {
         "model": f"sudoku:{strength}",
         "form": "joint",
         "epsilon": EPSILON,
         "states": len(labels.tokens),
+        "underestimation": UNDERESTIMATION,
         "held_out_pearson": round(report.pearson, 4),
     }
     return estimator, report
