@@ -23,8 +23,10 @@ def sweep(task: str, mi: PairScorer) -> dict[str, Policy]:
     policies |= {f"top-{k}": TopK(k) for k in (2, 4, 8)}
     policies |= {f"entropy bound {g}": EntropyBound(g) for g in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)}
     if task == "solve":
-        policies |= {f"confidence budget {e}": ConfidenceBudget(e) for e in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)}
-        for gamma in (0.1, 0.2, 0.3, 0.6, 1.2):
+        policies |= {
+            f"confidence budget {e}": ConfidenceBudget(e) for e in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
+        }
+        for gamma in (0.02, 0.05, 0.1, 0.2, 0.4, 0.8):
             policies[f"MI budget {gamma}"] = MIBudget(mi, gamma)
             policies[f"MI budget {gamma}, cheapest"] = MIBudget(mi, gamma, order="cheapest")
             policies[f"shuffled MI budget {gamma}"] = MIBudget(Shuffled(mi), gamma)

@@ -17,7 +17,7 @@ _MOST_PASSES = 30.0
 
 
 def workloads(quick: bool = False) -> list[Workload]:
-    count = _count(quick)
+    count = 4 if quick else 16
     return [
         Workload(
             name=_case(count),
@@ -34,7 +34,7 @@ def workloads(quick: bool = False) -> list[Workload]:
 
 
 def others(quick: bool = False) -> Iterator[Figure]:
-    states = sudoku.states(_count(quick))
+    states = sudoku.states(4 if quick else 100)
     found = label_mi(sudoku.model(), states, epsilon=EPSILON)
     probes = 1 + DIGITS * (states == MASK_TOKEN).sum(-1)
     measure = "passes, share of 1 + M V"
@@ -50,10 +50,6 @@ def others(quick: bool = False) -> Iterator[Figure]:
     )
     note = "this package holds no antibody model"
     yield Figure("antibody model", measure, math.nan, "%", _MOST_PASSES, "<=", note=note)
-
-
-def _count(quick: bool) -> int:
-    return 4 if quick else 32
 
 
 def _case(count: int) -> str:

@@ -86,7 +86,8 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
     share = successes / trials
     centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
     half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # 0 and 1 belong to their intervals, rounding notwithstanding.
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def paired_bootstrap(ours: Tensor, theirs: Tensor, *, draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
@@ -136,25 +137,30 @@ def make_task(name: str, boards: int, *, split: Split = "test") -> Task:
 
 def solving_policies(regime: str, mi: PairScorer, *, full: bool = False) -> dict[str, Policy]:
     """Policies for one right answer; the first is the yardstick of the rest. `full` adds the controls."""
-    surest, bound, spend = {"strong": (0.02, 0.2, 0.2), "weak": (0.02, 0.1, 0.1)}[regime]
+    careful_and_fast = {
+        "strong": {"bound": (0.005, 0.2), "confidence": (0.002, 0.05), "mi": (0.05, 0.3)},
+        "weak": {"bound": (0.02, 0.1), "confidence": (0.02, 0.05), "mi": (0.05, 0.1)},
+    }[regime]
     policies: dict[str, Policy] = {
         "sequential": Sequential(),
         "random 4": Random(4),
         "top-4": TopK(4),
         "confidence 0.9": Confidence(0.9),
-        f"entropy bound {bound}": EntropyBound(bound),
-        f"confidence budget {surest}": ConfidenceBudget(surest),
-        f"MI budget {spend}": MIBudget(mi, spend),
     }
+    policies |= {f"entropy bound {gamma}": EntropyBound(gamma) for gamma in careful_and_fast["bound"]}
+    policies |= {
+        f"confidence budget {epsilon}": ConfidenceBudget(epsilon) for epsilon in careful_and_fast["confidence"]
+    }
+    policies |= {f"MI budget {gamma}": MIBudget(mi, gamma) for gamma in careful_and_fast["mi"]}
     if full:
         policies["MI threshold 0.05"] = MIThreshold(mi, 0.05)
-        for gamma in (0.1, 0.2, 0.3, 0.6):
+        for gamma in (0.05, 0.1, 0.3, 0.6):
             policies[f"MI budget {gamma}"] = MIBudget(mi, gamma)
             policies[f"MI budget {gamma}, cheapest"] = MIBudget(mi, gamma, order="cheapest")
             policies[f"control: shuffled MI budget {gamma}"] = MIBudget(Shuffled(mi), gamma)
-        for gamma in (0.05, 0.1, 0.2, 0.5):
+        for gamma in (0.02, 0.05, 0.1, 0.2, 0.5):
             policies[f"entropy bound {gamma}"] = EntropyBound(gamma)
-        for epsilon in (0.02, 0.05, 0.1, 0.2):
+        for epsilon in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2):
             policies[f"confidence budget {epsilon}"] = ConfidenceBudget(epsilon)
     return policies
 
