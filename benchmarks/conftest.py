@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mdmi_fast.bench.measure import Workload, check, threads
+from mdmi_fast.bench.measure import Checked, Workload, check, threads
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @lru_cache(maxsize=1)
-def _checked(workload: Workload) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+def _checked(workload: Workload) -> Checked:
     return check(workload, workload.make())
 
 
@@ -35,7 +35,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[Callable[[], Any]]:
     """One way of a workload, after all of its ways gave the right answer."""
     workload, name = request.param
     with threads(1):
-        able, unable = _checked(workload)
-        if name in unable:
-            pytest.skip(unable[name])
-        yield able[name]
+        checked = _checked(workload)
+        if name in checked.unable:
+            pytest.skip(checked.unable[name])
+        yield checked.able[name]

@@ -105,7 +105,7 @@ def test_ways_are_timed_in_turn() -> None:
         order += name
         torch.zeros(2**20)
 
-    alternate({"a": lambda: way("a"), "b": lambda: way("b")}, seconds=0.0)
+    alternate({"a": lambda: way("a"), "b": lambda: way("b")}, {}, seconds=0.0)
     turns = "".join(name for name, _ in groupby(order))  # a sample of a fast machine may hold several calls
     assert turns.endswith("ab" * 5)
 

@@ -1,5 +1,7 @@
 """Rows through dense layers: values, gradients, and independence of the batch."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ pytestmark = pytest.mark.op("mlp")
 
 
 def layers(*widths: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    pairs = list(zip(widths[:-1], widths[1:], strict=True))
+    pairs = list(pairwise(widths))
     return [torch.randn(a, b) / a**0.5 for a, b in pairs], [torch.randn(b) for _, b in pairs]
 
 
@@ -89,11 +91,13 @@ def test_compiles_without_a_break() -> None:
 
 def test_errors_name_the_argument() -> None:
     weights, biases = layers(6, 4)
-    with pytest.raises(ValueError, match=r"mlp: weights\[0\] must be \[5, out\]"):
+    with pytest.raises(ValueError, match=r"mlp: weights\[0\] must be \[in, out\] with in = 5"):
         ops.mlp(torch.randn(2, 5), weights, biases)
-    with pytest.raises(ValueError, match="one a layer, got 1 and 0"):
+    with pytest.raises(ValueError, match="one a layer, got 1 weights and 0"):
         ops.mlp(torch.randn(2, 6), weights, [])
     with pytest.raises(TypeError, match="weights must be a sequence"):
         ops.mlp(torch.randn(2, 6), weights[0], biases)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"biases\[0\]"):
         ops.mlp(torch.randn(2, 6), weights, [torch.randn(3)])
+    with pytest.raises(ValueError, match="at least one layer, got none"):
+        ops.mlp(torch.randn(2, 6), [], [])

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Literal
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ ROUNDS = 5
 _MOST_ROUNDS = 60
 _SAMPLE_SECONDS = 2e-3
 """A sample repeats a short call until it lasts this long; the clock itself costs under a tenth of a microsecond."""
+_LONG_SECONDS = 0.1
+"""A call that takes so long needs no other one to be warm."""
 
 
 class WrongAnswer(Exception):  # noqa: N818 - what happened, in two words
@@ -136,28 +138,40 @@ def threads(n: int) -> Iterator[None]:
         set_num_threads(ours)
 
 
-def check(workload: Workload, inputs: Any) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
-    """Run every way once against the expected answer.
+class Checked(NamedTuple):
+    """Ways whose answers are right.
 
-    Returns:
-        The ways that can run, bound to the inputs; and the reasons of those that cannot.
+    Attributes:
+        able: those that can run here, bound to their inputs.
+        unable: the reasons of the others.
+        first: seconds of the first call, which was the check.
+    """
+
+    able: dict[str, Callable[[], Any]]
+    unable: dict[str, str]
+    first: dict[str, float]
+
+
+def check(workload: Workload, inputs: Any) -> Checked:
+    """Run every way once, which warms it, against the expected answer.
 
     Raises:
         WrongAnswer: if one of them is wrong.
     """
     expected = workload.expected(inputs).double()
-    able: dict[str, Callable[[], Any]] = {}
-    unable: dict[str, str] = {}
+    checked = Checked({}, {}, {})
     for name, way in workload.ways.items():
+        start = time.perf_counter()
         try:
             result = way(inputs)
         except Unavailable as reason:
-            unable[name] = str(reason)
+            checked.unable[name] = str(reason)
             continue
-        able[name] = lambda way=way: way(inputs)  # type: ignore[misc]
+        checked.first[name] = time.perf_counter() - start
+        checked.able[name] = partial(way, inputs)
         if name not in workload.unchecked:
             _compare(workload, name, workload.read(inputs, result).double(), expected)
-    return able, unable
+    return checked
 
 
 def _compare(workload: Workload, way: str, got: Tensor, expected: Tensor) -> None:
@@ -170,14 +184,15 @@ def _compare(workload: Workload, way: str, got: Tensor, expected: Tensor) -> Non
         raise WrongAnswer(f"{way} differs from the reference by {difference:.2g}, allowed is {workload.tolerance:.2g}")
 
 
-def alternate(ways: Mapping[str, Callable[[], Any]], *, seconds: float) -> dict[str, float]:
+def alternate(ways: Mapping[str, Callable[[], Any]], first: Mapping[str, float], *, seconds: float) -> dict[str, float]:
     """Median seconds of a call of every way, timed in turn, A B A B, warm.
 
     Args:
-        ways: by name, each already called once.
+        ways: by name.
+        first: seconds of a call already made.
         seconds: to go on for where calls are short; at least `ROUNDS` rounds are made.
     """
-    repeats = {name: _repeats(run) for name, run in ways.items()}
+    repeats = {name: 1 if first.get(name, 0.0) > _LONG_SECONDS else _repeats(run) for name, run in ways.items()}
     samples: dict[str, list[float]] = {name: [] for name in ways}
     gc.collect()
     gc.disable()
@@ -197,13 +212,14 @@ def alternate(ways: Mapping[str, Callable[[], Any]], *, seconds: float) -> dict[
 
 
 def _repeats(run: Callable[[], Any]) -> int:
-    start = time.perf_counter()
-    run()
-    once = time.perf_counter() - start
-    if once < _SAMPLE_SECONDS:
+    """Calls that fill a sample."""
+    once = math.inf
+    for _ in range(2):  # the first may still find cold caches
         start = time.perf_counter()
         run()
-        once = time.perf_counter() - start
+        once = min(once, time.perf_counter() - start)
+        if once > _SAMPLE_SECONDS:
+            break
     return max(1, math.ceil(_SAMPLE_SECONDS / once))
 
 
@@ -249,7 +265,7 @@ def _fma_burst() -> Callable[[int], int] | None:
 def figures(workload: Workload, *, quick: bool = False) -> list[Figure]:
     """Check a workload and time it; a wrong answer gives a refusal and no speed."""
     try:
-        able, unable = check(workload, inputs := workload.make())
+        able, unable, first = check(workload, workload.make())
     except WrongAnswer as wrong:
         return [Figure(workload.name, "answer", math.nan, "", note=str(wrong), refused=True)]
     ours, *others = workload.ways
@@ -259,8 +275,7 @@ def figures(workload: Workload, *, quick: bool = False) -> list[Figure]:
     if workload.work is not None:
         ruler, run, amount = yardstick(workload.work.kind)
         able[ruler] = run
-    seconds = alternate(able, seconds=0.1 if quick else 1.0)
-    del inputs
+    seconds = alternate(able, first, seconds=0.1 if quick else 1.0)
     for name, part in workload.parts.items():
         if name in seconds:
             seconds[name] /= part

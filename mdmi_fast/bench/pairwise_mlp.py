@@ -21,8 +21,8 @@ from mdmi_fast.bench.measure import Figure, Unavailable, Work, Workload, figures
 FUSED = "fused fp32"
 CONCATENATING, SPLIT, TILED = "concatenating PyTorch", "split PyTorch", "tiled PyTorch"
 COMPILED = "torch.compile of the split form"
-_PAIRS_AT_ONCE = 2**16
-"""Of a PyTorch way in one call; it does a part of the rows where there are more."""
+_PAIRS_AT_ONCE = 2**15
+"""Of a PyTorch way in one call, 64 MiB of activations or more; it does a part of the rows where there are more pairs."""
 
 
 def workloads(quick: bool = False) -> list[Workload]:
@@ -30,14 +30,14 @@ def workloads(quick: bool = False) -> list[Workload]:
     shapes = ((256, 128),) if quick else ((512, 256), (256, 128))
     found = [_against_pytorch(n, layers, compiled=not quick and n == 256) for layers in shapes for n in sizes]
     for layers in shapes:
-        for n in sizes[:1] if quick else (64, 512):
+        for n in sizes[:1] if quick else (64, 256):
             found += [_upper(n, layers), _equal_halves(n, layers)]
     found += [_small(batch) for batch in ((1,) if quick else (1, 100))]
     found += [_small_product(batch) for batch in ((1,) if quick else (1, 100))]
     if (os.cpu_count() or 1) > 1:
-        found += [_two_threads(n, shapes[0]) for n in ((64,) if quick else (64, 512))]
+        found += [_two_threads(n, shapes[0]) for n in ((64,) if quick else (64, 256))]
     if _has_bf16():
-        found += [_bf16(n, shapes[0]) for n in ((64,) if quick else (64, 512))]
+        found += [_bf16(n, shapes[0]) for n in ((64,) if quick else (64, 256))]
     return found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mdmi_fast import reference
 from mdmi_fast.bench.child import MIB, in_child, peak_growth
-from mdmi_fast.bench.measure import Figure, Unavailable, Workload, threads
+from mdmi_fast.bench.measure import Figure, Unavailable, Work, Workload, threads
 from mdmi_fast.estimator import PairwiseMIEstimator
 from mdmi_fast.labels import masked_pairs
 
@@ -28,7 +28,7 @@ class Step:
     Attributes:
         estimator: its layers are used by all ways.
         hidden: [B, N, D].
-        mask: [B, N] bool.
+        mask: [B, N] bool, all True: eager torch scores every pair anyway.
         labels: [B, N, N].
         scales: largest entry of every right gradient; gradients are compared in these units.
     """
@@ -54,11 +54,12 @@ def _step(batch: int, n: int) -> Workload:
         read=_in_scale,
         tolerance=2e-3,  # sums of 10^5 pairs in float32
         at_least={EAGER: 3.0},
+        work=Work("flops", 3 * 2.0 * batch * n * n * math.prod(LAYERS)),  # forward, and two products backward
     )
 
 
 def others(quick: bool = False) -> Iterator[Figure]:
-    n = 128 if quick else 512
+    n = 64 if quick else 256
     case, measure = _case(1, 2 * n), "memory above inputs and gradients"
     try:
         peaks = in_child(_peaks, [n, 2 * n])
@@ -93,7 +94,9 @@ def _make(batch: int, n: int) -> Step:
     torch.manual_seed(0)
     estimator = PairwiseMIEstimator(HIDDEN, layers=LAYERS)
     labels = torch.rand(batch, n, n).pow(4)
-    return Step(estimator, torch.randn(batch, n, HIDDEN), torch.rand(batch, n) < 0.9, (labels + labels.mT) / 2)
+    return Step(
+        estimator, torch.randn(batch, n, HIDDEN), torch.ones(batch, n, dtype=torch.bool), (labels + labels.mT) / 2
+    )
 
 
 def _gradients(step: Step, predicted: Tensor) -> list[Tensor]:

@@ -93,3 +93,24 @@ def whole(op: str, name: str, value: object, least: int) -> int:
 def batch_of(lead: Sequence[int]) -> int:
     """Number of sequences in leading dimensions (1 for none)."""
     return math.prod(lead)
+
+
+def dense_layers(
+    op: str, weights: Sequence[Tensor], biases: Sequence[Tensor], n_in: int | None, **beside: Tensor
+) -> None:
+    """Weights [in, out] and biases [out] that follow each other, the first taking n_in inputs (None: any)."""
+    given: dict[str, object] = {"weights": weights, "biases": biases}
+    for name, layers in given.items():
+        if isinstance(layers, Tensor) or not isinstance(layers, Sequence):
+            raise TypeError(f"{op}: {name} must be a sequence of tensors, got {type(layers).__name__}")
+    if len(weights) != len(biases):
+        raise ValueError(f"{op}: biases must be one a layer, got {len(weights)} weights and {len(biases)} biases")
+    for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        floating(op, f"weights[{k}]", weight)
+        floating(op, f"biases[{k}]", bias)
+        if weight.ndim != 2 or 0 in weight.shape or n_in not in (None, weight.shape[0]):
+            expected = "[in, out]" if n_in is None else f"[in, out] with in = {n_in}"
+            raise ValueError(f"{op}: weights[{k}] must be {expected}, none empty, got {describe(weight)}")
+        shape(op, f"biases[{k}]", bias, weight.shape[1:], "[out]")
+        same_device(op, **beside, **{f"weights[{k}]": weight, f"biases[{k}]": bias})
+        n_in = weight.shape[1]

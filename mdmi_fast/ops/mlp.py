@@ -45,20 +45,9 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, backe
         tensor([[3.]])
     """
     check.rows_of("mlp", "x", x, "[..., D]")
-    for name, layers in (("weights", weights), ("biases", biases)):
-        if isinstance(layers, Tensor) or not isinstance(layers, Sequence):
-            raise TypeError(f"mlp: {name} must be a sequence of tensors, got {type(layers).__name__}")
-    if not weights or len(weights) != len(biases):
-        raise ValueError(f"mlp: weights and biases must be one a layer, got {len(weights)} and {len(biases)}")
-    width = x.shape[-1]
-    for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        check.floating("mlp", f"weights[{k}]", weight)
-        check.floating("mlp", f"biases[{k}]", bias)
-        if weight.ndim != 2 or weight.shape[0] != width or 0 in weight.shape:
-            raise ValueError(f"mlp: weights[{k}] must be [{width}, out], none empty, got {check.describe(weight)}")
-        check.shape("mlp", f"biases[{k}]", bias, weight.shape[1:], "[out]")
-        check.same_device("mlp", x=x, **{f"weights[{k}]": weight, f"biases[{k}]": bias})
-        width = weight.shape[1]
+    check.dense_layers("mlp", weights, biases, x.shape[-1], x=x)
+    if not weights:
+        raise ValueError("mlp: weights must hold at least one layer, got none")
     return _mlp(x, list(weights), list(biases), backend)
 
 

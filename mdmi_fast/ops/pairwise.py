@@ -80,22 +80,8 @@ def _check_network(
     op: str, weights: Sequence[Tensor], biases: Sequence[Tensor], w_out: Tensor, b_out: Tensor | float
 ) -> Tensor:
     """Checks a network by itself; returns b_out as a tensor of shape []."""
-    given: dict[str, object] = {"weights": weights, "biases": biases}
-    for name, layers in given.items():
-        if isinstance(layers, Tensor) or not isinstance(layers, Sequence):
-            raise TypeError(f"{op}: {name} must be a sequence of tensors, got {type(layers).__name__}")
-    if len(weights) != len(biases):
-        raise ValueError(f"{op}: biases must be one a layer, got {len(weights)} weights and {len(biases)} biases")
     check.floating(op, "w_out", w_out)
-    for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        check.floating(op, f"weights[{k}]", weight)
-        check.floating(op, f"biases[{k}]", bias)
-        n_in = weights[k - 1].shape[1] if k else None
-        if weight.ndim != 2 or 0 in weight.shape or n_in not in (None, weight.shape[0]):
-            expected = "[in, out]" if n_in is None else f"[in, out] with in = {n_in}"
-            raise ValueError(f"{op}: weights[{k}] must be {expected}, none empty, got {check.describe(weight)}")
-        check.shape(op, f"biases[{k}]", bias, weight.shape[1:], "[out]")
-        check.same_device(op, w_out=w_out, **{f"weights[{k}]": weight, f"biases[{k}]": bias})
+    check.dense_layers(op, weights, biases, None, w_out=w_out)
     n_last = weights[-1].shape[1] if weights else None
     if w_out.ndim != 1 or w_out.shape[0] == 0 or n_last not in (None, w_out.shape[0]):
         expected = "[H1]" if n_last is None else f"[H_last] = ({n_last},)"

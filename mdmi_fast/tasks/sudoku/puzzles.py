@@ -256,8 +256,10 @@ def _describe(title: str, puzzles: Puzzles, seed: int) -> str:
     lines = [
         f"{title}: {len(clues)} Sudoku puzzles with one solution each, seed {seed}.",
         "A puzzle a line ('.' is a blank), then its solution; both in reading order.",
-        f"Clues: mean {clues.mean():.2f}, from {clues.min()} to {clues.max()}. Naked singles alone solve none; naked and "
-        + f"hidden singles together do not solve {search:.1%}.",
+        (
+            f"Clues: mean {clues.mean():.2f}, from {clues.min()} to {clues.max()}. Naked singles alone solve none; "
+            f"naked and hidden singles together do not solve {search:.1%}."
+        ),
         "Made by python -m mdmi_fast.tasks.sudoku.puzzles. No two solutions here are symmetric to each other.",
     ]
     return "".join(f"# {line}\n" for line in lines)

@@ -1,0 +1,28 @@
+"""The README's Python runs as it stands, and what it says of files is so."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def test_there_are_examples() -> None:
+    assert len(BLOCKS) >= 2
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_example_runs(block: str) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(block, "README.md", "exec"), names)
+    if "step" in names:
+        assert names["step"] < 40  # of 81, at the setting shown
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert "://" in target or (ROOT / target).exists(), target
