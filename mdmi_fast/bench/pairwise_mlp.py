@@ -240,7 +240,7 @@ def _forced(isa: str, n: int) -> list[dict[str, Any]]:
     with threads(1):
         workload = Workload(
             name=f"MDMI_FORCE_ISA={isa}, {_case(n, layers)}",
-            make=lambda: network(1, n, layers[0], layers, rows=_rows(n)),
+            make=lambda: network(1, n, layers[0], layers),
             ways={FUSED: torch_ways.fused, TILED: torch_ways.tiled},
             expected=torch_ways.expected,
             read=torch_ways.sampled,

@@ -96,6 +96,7 @@ def draw_board_map(path: Path) -> Path:
         expected=rule_matrix(),
         expected_name="same row, column or box",
         title="Mutual information of the blank cells of a board with 20 clues",
+        tau=0.05,
         every=9,
     )
     with replace_file(path) as temporary:
