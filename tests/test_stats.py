@@ -329,3 +329,13 @@ def test_float32_accumulation_under_autocast() -> None:
 def test_wrong_arguments_are_named(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.op("token_stats")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_large_gradient_is_zero_at_a_masked_logit(backend: str, dtype: torch.dtype) -> None:
+    logits = torch.tensor([[1.0, 2.0, -torch.inf], [0.0, -torch.inf, 3.0]], dtype=dtype, requires_grad=True)
+    (1e6 * ops.token_stats(logits, backend=backend).entropy).sum().backward()
+    assert logits.grad is not None
+    assert torch.isfinite(logits.grad).all()
+    assert (logits.grad[logits == -torch.inf] == 0).all()

@@ -87,7 +87,7 @@ def token_stats_backward(
         p_second, second = p.scatter(-1, token, -1.0).max(-1, keepdim=True)
         p_second = p_second.clamp_min(0.0)  # V = 1 has no runner-up
         slope = g_lse - g_conf * p_top - g_margin * (p_top - p_second)
-        dx = p * (slope - g_h * (log_p + h))
+        dx = p * slope - p * (log_p + h) * g_h  # p first: it is 0 where log p is the lowest number
         dx.scatter_add_(-1, token, (g_conf + g_margin) * p_top)
         dx.scatter_add_(-1, second, -g_margin * p_second)
         out.copy_(torch.where(h.isnan(), 0.0, dx))
