@@ -96,9 +96,14 @@ def concatenated(net: Network) -> Tensor:
     return dense(torch.addmm(net.b_u, pairs, first).relu_(), net).view(b, net.rows, n)
 
 
+def _halves(net: Network) -> tuple[Tensor, Tensor]:
+    """Given where only some rows are scored: the products do not shrink with the rows, and would be counted too often."""
+    return net.halves() if net.rows == net.u.shape[1] else (net.u, net.v)
+
+
 def split(net: Network) -> Tensor:
     """The first layer applied to positions instead of pairs."""
-    u, v = net.halves()
+    u, v = _halves(net)
     z = (u[:, : net.rows, None] + v[:, None]).relu_()
     return dense(z.flatten(0, 2), net).view(z.shape[:3])
 
@@ -109,7 +114,7 @@ _TILE_FLOATS = 2**19
 
 def tiled(net: Network) -> Tensor:
     """`split` a tile at a time, in buffers that are used again and stay in the cache."""
-    u, v = net.halves()
+    u, v = _halves(net)
     b, n, width = u.shape
     n_columns = min(n, 128)
     n_rows = max(1, min(net.rows, _TILE_FLOATS // (width * n_columns)))

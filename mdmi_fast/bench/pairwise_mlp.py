@@ -74,11 +74,12 @@ def _against_pytorch(n: int, layers: tuple[int, ...], *, compiled: bool = False)
         CONCATENATING: torch_ways.concatenated,
         SPLIT: torch_ways.split,
         TILED: torch_ways.tiled,
+        **({COMPILED: torch_ways.compiled_split} if compiled else {}),
     }
     return Workload(
         name=_case(n, layers),
         make=lambda: network(1, n, d, layers, rows=rows),
-        ways=ways | ({COMPILED: torch_ways.compiled_split} if compiled else {}),
+        ways=ways,
         expected=torch_ways.expected,
         read=torch_ways.sampled,
         at_least={CONCATENATING: 15.0, SPLIT: 4.5, TILED: 2.2},

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdmi_fast.cli._options import add_threads, positive
 from mdmi_fast.files import replace_file
 
 if TYPE_CHECKING:
@@ -33,16 +34,17 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--full", action="store_true", help="add every control and probed MI of all forms (minutes)")
     parser.add_argument(
         "--puzzles",
-        type=int,
+        type=positive,
         default=1000,
         help="hard puzzles to solve (default: all 1,000; by the weak network at most 400, unless --full)",
     )
-    parser.add_argument("--boards", type=int, help="boards to sample in each task (default: 100, with --full 500)")
+    parser.add_argument("--boards", type=positive, help="boards to sample in each task (default: 100, with --full 500)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     parser.add_argument(
         "--out", type=Path, default=Path("mdmi-demo"), help="folder of the pictures (default: mdmi-demo)"
     )
     parser.add_argument("--no-pictures", action="store_true", help="print the table only")
+    add_threads(parser)
     parser.set_defaults(run=run)
 
 

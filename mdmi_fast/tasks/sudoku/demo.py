@@ -139,10 +139,11 @@ def make_task(name: str, boards: int, *, split: Split = "test") -> Task:
 
 def solving_policies(regime: str, mi: PairScorer, *, full: bool = False) -> dict[str, Policy]:
     """Policies for one right answer; the first is the yardstick of the rest. `full` adds the controls."""
-    careful_and_fast = {
+    settings: dict[str, dict[str, tuple[float, ...]]] = {
         "strong": {"bound": (0.005, 0.2), "confidence": (0.002, 0.05), "mi": (0.05, 0.3)},
         "weak": {"bound": (0.02, 0.1), "confidence": (0.02, 0.05), "mi": (0.1,)},
-    }[regime]
+    }
+    careful_and_fast = settings[regime]
     policies: dict[str, Policy] = {
         "sequential": Sequential(),
         "random 4": Random(4),
