@@ -29,6 +29,7 @@ from mdmi_fast.decode import policy_forms
 from mdmi_fast.labels import FORMS
 from mdmi_fast.maps import MIMap
 from mdmi_fast.models import MaskedOutput
+from mdmi_fast.tasks.sudoku.model import HIDDEN_WIDTH
 from mdmi_fast.tasks.sudoku.puzzles import format_line, is_valid_board, random_boards, random_clues, test_puzzles
 
 PUZZLES = test_puzzles()
@@ -332,7 +333,7 @@ def test_train_reports_every_epoch_and_evaluate_reads_what_it_saved(run: Run, tr
     epochs = [line.split()[0] for line in text.splitlines()[2:4]]
     assert epochs == ["0", "1"]
     config = json.loads((out / "estimator.json").read_text(), parse_constant=lambda word: pytest.fail(word))
-    assert config["configuration"] == {"hidden_size": 180, "layers": [8, 4], "combine": "interaction"}
+    assert config["configuration"] == {"hidden_size": HIDDEN_WIDTH, "layers": [8, 4], "combine": "interaction"}
     assert config["provenance"]["model"] == "sudoku"
     evaluate = ("evaluate", "--labels", trained / "labels", "--model", "sudoku", "--estimator", out, "--tau", 0.05)
     code, text, _ = run(*evaluate)
