@@ -196,7 +196,7 @@ def test_memory_of_a_child_is_what_it_took() -> None:
         taken = in_child(allocated, 40)
     except Unavailable as reason:
         pytest.skip(str(reason))
-    assert 40 * MIB <= taken < 44 * MIB
+    assert 39 * MIB <= taken < 44 * MIB  # whole pages, and some were there before
 
 
 def test_a_child_that_fails_says_why() -> None:
