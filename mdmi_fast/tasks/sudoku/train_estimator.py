@@ -2,6 +2,9 @@
 
 Rounds: each but the first labels states that decoding with the last round's estimator leads to, and trains on all
 labels so far. An interrupted run goes on with the labels and the rounds it has.
+
+The shipped files took a longer way. Strong: 5,000 + 5,000 + 6,000 states, 20 epochs without weighting underestimates, then 6
+at a rate of 2e-3 with it. Weak: two rounds of 3,000, 10 features, stem 32, layers 32 and 16, 12 epochs, no weighting.
 """
 
 from __future__ import annotations
