@@ -20,6 +20,12 @@ struct PairNetwork {
   const float* w_out;
   float b_out;
   int64_t widest;  // of all z, filled up
+
+  int64_t operations() const {  // multiply-adds of one pair
+    int64_t n = width;
+    for (int64_t k = 0; k < n_layers; ++k) n += layers[k].in * layers[k].out;
+    return n;
+  }
 };
 
 // Activations z and gradients d of a chunk of pairs, for each level from the combined halves to the last layer:

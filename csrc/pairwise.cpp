@@ -50,9 +50,7 @@ namespace {
 
 // Some ten microseconds of work or more, in whole tiles.
 int64_t pairs_per_task(const PairNetwork& net) {
-  int64_t operations = net.width;
-  for (int64_t k = 0; k < net.n_layers; ++k) operations += net.layers[k].in * net.layers[k].out;
-  const int64_t pairs = std::min<int64_t>(4096, std::max<int64_t>(24, (int64_t(1) << 19) / operations));
+  const int64_t pairs = std::min<int64_t>(4096, std::max<int64_t>(24, (int64_t(1) << 19) / net.operations()));
   return pairs / 24 * 24;
 }
 

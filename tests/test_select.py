@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import time
 from typing import Any
 
 import numpy as np
@@ -417,3 +419,38 @@ H, M = torch.zeros(2, 3), torch.zeros(2, 3, 3)
 def test_wrong_arguments_are_named(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def odd_numbers(generator: np.random.Generator, *shape: int) -> Tensor:
+    """Ties, denormals, zeros of both signs, infinities and huge numbers, in strides of one's own."""
+    few = np.array([0.0, -0.0, 1e-45, 1e-310, 0.25, 0.5, 0.5, 1.0, -0.3, 3e38, np.inf])
+    drawn = np.where(generator.random(shape) < 0.5, generator.choice(few, shape), generator.random(shape))
+    x = torch.from_numpy(drawn).to(torch.float64 if generator.random() < 0.5 else torch.float32)
+    return torch.stack([x, x], -1)[..., 0] if generator.random() < 0.5 else x
+
+
+@SELECT
+def test_random_selections_follow_the_definition(backend: str) -> None:
+    # MDMI_FUZZ_SECONDS=60 looks longer
+    generator, end = np.random.default_rng(0), time.monotonic() + float(os.environ.get("MDMI_FUZZ_SECONDS", "0.5"))
+    while time.monotonic() < end:
+        batch, n = (int(x) for x in generator.integers(0, (4, 40)))
+        entropy, mi = odd_numbers(generator, batch, n), odd_numbers(generator, batch, n, n)
+        mask = None if generator.random() < 0.3 else torch.from_numpy(generator.random((batch, n)) < 0.7)
+        gamma = torch.from_numpy(generator.choice([0.0, 0.3, 2.0, 30.0, np.inf], batch))
+        lam, weight = (float(x) for x in generator.choice([0.0, 0.3, 1.0], 2))
+        order, limit = (
+            str(generator.choice(ORDERS)),
+            None if generator.random() < 0.5 else int(generator.integers(1, 9)),
+        )
+        options = {"lam": lam, "entropy_weight": weight, "order": order, "mask": mask, "limit": limit}
+        same(
+            ops.select_budget(entropy, mi, gamma=gamma, **options, backend=backend),
+            reference.select_budget(entropy, mi, gamma, lam, weight, order, mask, limit),
+        )
+        tau = float(generator.choice([0.0, 0.25, 0.5, np.inf]))
+        same(
+            ops.select_threshold(entropy, mi, tau=tau, mask=mask, limit=limit, backend=backend),
+            reference.select_threshold(entropy, mi, tau, mask, limit),
+        )
+        assert torch.equal(ops.color(mi, tau=tau, mask=mask, backend=backend), reference.color(mi, tau, mask))

@@ -141,10 +141,8 @@ def _peaks(ops_of: list[str], shape: tuple[int, int, int, int]) -> list[tuple[in
         inputs, small = _make(*shape), _make(2, 2, 16, shape[-1])
 
         def peak(run: Callable[[Inputs], Any]) -> int:
-            output = (
-                4 * _one_tensor(run(small)).numel() // 32 * math.prod(shape[1:-1])
-            )  # loads libraries, starts threads
-            return peak_growth(lambda: run(inputs)) - output
+            run(small)  # loads libraries and starts threads
+            return peak_growth(lambda: run(inputs)) - 4 * _one_tensor(run(inputs)).numel()
 
         return [
             (peak(lambda x, op=op: _call(ops, op, *x)), peak(lambda x, op=op: _IN_TORCH[op](*x)))  # type: ignore[misc]

@@ -63,7 +63,7 @@ def _refusals(
 ) -> Sequence[str]:
     """Why a backend that has an op cannot run a call; empty if it can."""
     refusals = getattr(module, "refusals", None)
-    return refusals(op, tensors, precision) if refusals else ()  # type: ignore[no-any-return]
+    return refusals(op, tensors, precision) if refusals else ()
 
 
 @functools.cache
