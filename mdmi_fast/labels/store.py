@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mdmi_fast.files import replace_file
-from mdmi_fast.labels.probe import Form, label_mi
+from mdmi_fast.labels.plan import Form
+from mdmi_fast.labels.probe import label_mi
 from mdmi_fast.models import MaskedModel
 
 INDEX_FILE = "labels.json"
