@@ -195,12 +195,16 @@ def _draw(p: Tensor, tokens: Tensor, samples: int, seed: int) -> Tensor:
     for sequence in tokens:
         generator = torch.Generator().manual_seed((seed + fingerprint(sequence)) % 2**63)
         luck.append(torch.rand(len(sequence), samples, dtype=torch.float64, generator=generator))
+    drawn = invert_cumulative(p, torch.stack(luck).to(p.device))
+    return torch.zeros_like(p).scatter_add_(-1, drawn, torch.ones_like(drawn, dtype=p.dtype))
+
+
+def invert_cumulative(p: Tensor, luck: Tensor) -> Tensor:
+    """Draw from p [..., V] float64 with luck [..., S] in [0, 1): the values [..., S] int64, none of probability 0."""
     cumulative = p.cumsum(dim=-1)
-    target = torch.stack(luck).to(p.device) * cumulative[..., -1:]
-    drawn = torch.searchsorted(cumulative, target, right=True)
+    drawn = torch.searchsorted(cumulative, luck * cumulative[..., -1:], right=True)
     # Rounding may carry a target to the very end: no further than the last value of any weight.
-    drawn = drawn.minimum(torch.searchsorted(cumulative, cumulative[..., -1:].contiguous()))
-    return torch.zeros_like(p).scatter_add_(-1, drawn, torch.ones_like(target))
+    return drawn.minimum(torch.searchsorted(cumulative, cumulative[..., -1:].contiguous()))
 
 
 def _twins(tokens: Tensor, vocabulary: int, interchangeable: Sequence[int]) -> Tensor:

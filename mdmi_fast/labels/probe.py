@@ -135,9 +135,18 @@ def label_mi(
         tokens: [B, N] or [N] int64.
         mask: bool of the same shape, True = masked; those positions are replaced by the mask token. None takes the
             positions that already hold it.
-        form: which reading to return, see the module's text. For all of them from the same passes, use `probe_mi`.
-        epsilon, directions, window, pairs, samples, seed, attention_mask, batch_size, precision, progress: as for
-            `probe_mi`; pairs is [N, N] where tokens are [N].
+        form: which reading to return, see the module's text. `probe_mi`, which says more of the options, gives all of
+            them from the same passes.
+        epsilon: nats that an entry may be wrong by.
+        directions: "both" ends of a pair are read, or "one" where that saves passes.
+        window: only pairs at most so many positions apart.
+        pairs: bool [B, N, N] or [N, N], symmetric: only these pairs.
+        samples: draw so many values where more are needed.
+        seed: of the values drawn.
+        attention_mask: bool of the shape of tokens, False at padding, which is never probed; None: no padding.
+        batch_size: sequences in one forward pass.
+        precision: of the forward pass, "fp32" or "bf16".
+        progress: called with the number of passes just finished.
 
     Returns:
         MILabels, without the batch dimension when tokens had none.
@@ -204,7 +213,7 @@ def probe_mi(
     """Probe every masked position with every value that matters, at 1 + M V passes for M masked positions at most.
 
     Args:
-        model: the frozen model; or a `Forward`, whose batch size and precision then count.
+        model: the frozen model; or a `Forward`, whose batches and precision then count.
         tokens: [B, N] int64.
         mask: [B, N] bool, or None for the positions that hold the mask token.
         forms: the readings wanted; one run tells all of them.
@@ -230,7 +239,7 @@ def probe_mi(
         ValueError: for arguments that do not fit, or a model that answers NaN.
     """
     _check(tokens, mask, attention_mask, pairs, forms, epsilon, directions, window, samples, batch_size, precision)
-    forward = model if isinstance(model, Forward) else Forward(model, batch_size, precision)
+    forward = model if isinstance(model, Forward) else Forward(model, batch_size * tokens.shape[1], precision)
     mask_token = forward.model.mask_token_id
     if mask is None:
         mask = tokens == mask_token
@@ -244,16 +253,16 @@ def probe_mi(
     if pairs is not None:
         wanted &= pairs
     settings = _Settings(tuple(form for form in FORMS if form in forms), epsilon, directions, samples, seed, window)
-    parts = []
+    parts: list[Probe] = []
     done = 0
     while done < len(tokens) or not parts:
-        rows = slice(done, done + forward.batch_size)
+        rows = slice(done, done + forward.batch_size(tokens.shape[1]))
         state = _State(tokens[rows], mask[rows], wanted[rows], None if attention_mask is None else attention_mask[rows])
         with torch.no_grad():
             try:
                 base = forward(state.tokens, state.attention_mask)
             except torch.OutOfMemoryError:
-                forward.shrink(len(state.tokens))
+                forward.shrink(len(state.tokens), tokens.shape[1])
                 continue
             parts.append(_probe(forward, state, base, settings, progress, first=done))
         done += max(1, len(state.tokens))
@@ -309,7 +318,9 @@ class _Group(NamedTuple):
         own = ((self.place >= first) & (self.place < first + len(logits))).nonzero().squeeze(-1)
         place = self.place[own]
         stack = logits[place - first]
-        this, run = (token.view(-1, 1, 1).expand(*stack.shape[:2], 1) for token in (self.values[own], self.probes[place]))
+        this, run = (
+            token.view(-1, 1, 1).expand(*stack.shape[:2], 1) for token in (self.values[own], self.probes[place])
+        )
         swapped = stack.scatter(-1, this, stack.gather(-1, run)).scatter(-1, run, stack.gather(-1, this))
         return swapped, self.shares[own]
 
@@ -347,11 +358,12 @@ def _probe(
     groups = _groups(plan)
     done = 0
     while done < len(groups):
-        batch = _fill(groups[done:], forward.batch_size)
+        most = forward.batch_size(tokens.shape[1])
+        batch = _fill(groups[done:], most)
         try:
             found = _run(forward, state, base.logits, entropy, batch, settings)
         except torch.OutOfMemoryError:
-            forward.shrink(min(forward.batch_size, sum(len(group.probes) for group in batch)))
+            forward.shrink(min(most, sum(len(group.probes) for group in batch)), tokens.shape[1])
             continue
         for group, columns, values, errors in found:
             for form in settings.forms:
@@ -412,7 +424,7 @@ def _run(
 ) -> list[_Reading]:
     """Run the probes of some positions."""
     groups = [(group, _columns(group.position, state.tokens.shape[1], settings.window)) for group in batch]
-    if len(batch[0].values) > forward.batch_size:
+    if len(batch[0].values) > forward.batch_size(state.tokens.shape[1]):
         ((group, columns),) = groups
         here = base[group.row, columns], entropy[group.row, columns]
         if group.drawn:
@@ -442,8 +454,9 @@ def _answers(forward: Forward, state: _State, rows: Tensor, positions: Tensor, v
 
 def _pieces(forward: Forward, state: _State, group: _Group, columns: slice) -> Iterator[tuple[int, Tensor]]:
     """The answers [R', n, V] to a position with too many probes for one batch, and the number of the first one."""
-    for first in range(0, len(group.probes), forward.batch_size):
-        values = group.probes[first : first + forward.batch_size]
+    size = forward.batch_size(state.tokens.shape[1])
+    for first in range(0, len(group.probes), size):
+        values = group.probes[first : first + size]
         rows, positions = torch.full_like(values, group.row), torch.full_like(values, group.position)
         yield first, _answers(forward, state, rows, positions, values)[:, columns]
 

@@ -232,7 +232,9 @@ class MarkovChain(ExactModel):
             raise ValueError(f"MarkovChain: length must be at least 1, got {length}")
         rows = torch.cat([initial.unsqueeze(0), transition]).double()
         if not bool(rows.isfinite().all()) or bool((rows < 0).any()) or not bool((rows.sum(-1) > 0).all()):
-            raise ValueError("MarkovChain: initial and transition must hold finite weights >= 0, in rows that sum above 0")
+            raise ValueError(
+                "MarkovChain: initial and transition must hold finite weights >= 0, in rows that sum above 0"
+            )
         super().__init__(len(initial), length)
         self.initial, self.transition = rows[0] / rows[0].sum(), rows[1:] / rows[1:].sum(-1, keepdim=True)
 
