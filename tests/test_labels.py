@@ -232,7 +232,7 @@ def test_few_passes_are_needed_on_the_way_from_an_empty_grid_to_a_full_one(
     labels = label_mi(sudoku, states, epsilon=0.01)
     assert labels.bound.max() <= 0.01
     # 29% on 100 states met while decoding (mdmi-fast bench labels)
-    assert labels.passes.sum() < 0.3 * (1 + 9 * (states == 0).sum(-1)).sum()
+    assert labels.passes.sum() < 0.35 * (1 + 9 * (states == 0).sum(-1)).sum()
 
 
 def test_one_probe_tells_of_all_interchangeable_tokens_that_are_not_visible(sudoku: SudokuModel) -> None:
