@@ -53,7 +53,7 @@ class Plan(NamedTuple):
         probes: [B, N, V] bool, the passes: `values`, one for all interchangeable ones.
         twin: [B, V] int64, the token whose probe tells of this one, itself for most.
         known: [B, N] bool: this end says something of its pairs. False only where the other end is relied on.
-        drawn: [B, N] bool: the values are a sample.
+        draws: [B, N] int64: how many draws the values are of, 0 where they were not drawn.
         error: form -> [B, N, N] float32, at most so far from full probing is row i of what the probes give.
     """
 
@@ -63,7 +63,7 @@ class Plan(NamedTuple):
     probes: Tensor
     twin: Tensor
     known: Tensor
-    drawn: Tensor
+    draws: Tensor
     error: dict[Form, Tensor]
 
 
@@ -123,7 +123,8 @@ def make_plan(
     twin = _twins(tokens, p.shape[-1], interchangeable)
     probes = torch.zeros_like(order).scatter_add_(-1, twin.unsqueeze(1).expand_as(order), values.long()) > 0
     kept = kept.masked_fill(drawn, 1.0)
-    return Plan(values, weights, kept, probes, twin, known, drawn, {form: each.float() for form, each in error.items()})
+    draws = drawn * (samples or 0)
+    return Plan(values, weights, kept, probes, twin, known, draws, {form: each.float() for form, each in error.items()})
 
 
 class _Outside(NamedTuple):
