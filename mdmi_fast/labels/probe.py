@@ -261,10 +261,11 @@ def probe_mi(
         with torch.no_grad():
             try:
                 base = forward(state.tokens, state.attention_mask)
+                entropy, plan = _plan(forward, state, base.logits, settings, first=done)
             except torch.OutOfMemoryError:
                 forward.shrink(len(state.tokens), tokens.shape[1])
                 continue
-            parts.append(_probe(forward, state, base, settings, progress, first=done))
+            parts.append(_probe(forward, state, base, entropy, plan, settings, progress, first=done))
         done += max(1, len(state.tokens))
     return _join(parts)
 
@@ -325,23 +326,14 @@ class _Group(NamedTuple):
         return swapped, self.shares[own]
 
 
-def _probe(
-    forward: Forward,
-    state: _State,
-    base: MaskedOutput,
-    settings: _Settings,
-    progress: Callable[[int], None] | None,
-    *,
-    first: int,
-) -> Probe:
-    """Probe sequences whose base pass is made; `first` is the number of the first one, for messages."""
-    tokens, mask = state.tokens, state.mask
-    entropy = ops.entropy(base.logits).masked_fill(~mask, 0.0)
+def _plan(forward: Forward, state: _State, base: Tensor, settings: _Settings, *, first: int) -> tuple[Tensor, Plan]:
+    """Entropies [B, N] of the base pass, and what to probe; `first` is the number of the first sequence, for messages."""
+    entropy = ops.entropy(base).masked_fill(~state.mask, 0.0)
     _refuse_nan(entropy, first)
     plan = make_plan(
-        base.logits,
-        tokens,
-        mask,
+        base,
+        state.tokens,
+        state.mask,
         state.pairs,
         forms=settings.forms,
         epsilon=settings.epsilon,
@@ -350,6 +342,22 @@ def _probe(
         seed=settings.seed,
         interchangeable=getattr(forward.model, "interchangeable_tokens", ()),
     )
+    return entropy, plan
+
+
+def _probe(
+    forward: Forward,
+    state: _State,
+    base: MaskedOutput,
+    entropy: Tensor,
+    plan: Plan,
+    settings: _Settings,
+    progress: Callable[[int], None] | None,
+    *,
+    first: int,
+) -> Probe:
+    """Run a plan."""
+    tokens = state.tokens
     if progress is not None:
         progress(len(tokens))
     shape = state.pairs.shape
@@ -378,7 +386,7 @@ def _probe(
             _refuse_nan(matrix.masked_fill_(~state.pairs, 0.0), first)
     passes = 1 + plan.probes.sum(dim=(1, 2))
     error = {form: plan.error[form] for form in settings.forms}
-    return Probe(directed, error, spread, mask, state.pairs, plan.known, entropy, passes, base.hidden)
+    return Probe(directed, error, spread, state.mask, state.pairs, plan.known, entropy, passes, base.hidden)
 
 
 def _groups(plan: Plan) -> list[_Group]:
