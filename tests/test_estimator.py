@@ -17,7 +17,8 @@ from torch import Tensor
 from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, load_estimator, ops, train_estimator
 from mdmi_fast.estimator import PairScorer
 from mdmi_fast.estimator.network import CONFIG_FILE, WEIGHTS_FILE, Combine
-from mdmi_fast.estimator.train import TrainingProgress, root_loss, split_states
+from mdmi_fast.estimator.data import split_states
+from mdmi_fast.estimator.train import PairLoss, TrainingProgress
 from mdmi_fast.labels import LabelSet, label_mi
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
@@ -507,16 +508,27 @@ def test_states_are_parted_whole(taught: tuple[JointTable, LabelSet]) -> None:
 
 
 def test_loss_by_hand() -> None:
-    mask = torch.tensor([[True, True, False]])
+    pairs = torch.tensor([[[False, True, False], [True, False, False], [False, False, False]]])
     mi = torch.tensor([[[0, 0.25, 9.0], [0.25, 0, 9], [9, 9, 0]]])
-    labels = LabelSet(torch.zeros(1, 3, dtype=torch.int64), mask, mi, torch.zeros(1, 3))
     predicted = torch.full((1, 3, 3), 0.01)
+
+    def loss(labels: Tensor, **options: Any) -> float:
+        return float(PairLoss(**options).total(predicted, labels, pairs)) / 2
+
     # (sqrt(.01) - sqrt(.25))^2, up to the 1e-6 under the roots
-    assert float(root_loss(predicted, labels)) == pytest.approx(0.16, abs=1e-5)
-    negative = labels._replace(mi=-mi)
-    assert float(root_loss(predicted, negative)) == pytest.approx(0.01, abs=3e-4)
-    assert float(root_loss(predicted, labels, 4.0)) == pytest.approx(4 * 0.16, abs=4e-5)
-    assert float(root_loss(predicted, negative, 4.0)) == pytest.approx(0.01, abs=3e-4)  # too high, not too low
+    assert loss(mi) == pytest.approx(0.16, abs=1e-5)
+    assert loss(-mi) == pytest.approx(0.36, abs=1e-5)
+    assert loss(mi, underestimation=4.0) == pytest.approx(4 * 0.16, abs=4e-5)
+    assert loss(-mi, underestimation=4.0) == pytest.approx(0.36, abs=1e-5)  # too high, not too low
+    assert loss(mi, emphasis=2.0) == pytest.approx(1.5 * 0.16, abs=1e-5)
+    assert loss(mi, transform="none") == pytest.approx(0.24**2)
+    assert loss(mi, transform="log") == pytest.approx(math.log(0.26 / 0.02) ** 2, rel=1e-5)
+
+
+def test_a_loss_ignores_what_is_not_a_pair() -> None:
+    predicted = torch.full((1, 2, 2), math.nan)
+    total = PairLoss().total(predicted, torch.zeros(1, 2, 2), torch.zeros(1, 2, 2, dtype=torch.bool))
+    assert float(total) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -527,6 +539,8 @@ def test_loss_by_hand() -> None:
         ({"held_out": 1.0}, "leaves nothing"),
         ({"learning_rate": 1e30}, "lower learning_rate"),
         ({"underestimation": 0.0}, "underestimation must be a positive number, got 0.0"),
+        ({"emphasis": -1.0}, "emphasis must be a number of at least 0, got -1.0"),
+        ({"transform": "square"}, "transform must be one of root, none, log, got 'square'"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(
