@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, load_estimator, ops, train_estimator
 from mdmi_fast.estimator import PairScorer
-from mdmi_fast.estimator.network import CONFIG_FILE, WEIGHTS_FILE, Combine
 from mdmi_fast.estimator.data import split_states
+from mdmi_fast.estimator.network import CONFIG_FILE, WEIGHTS_FILE, Combine
 from mdmi_fast.estimator.train import PairLoss, TrainingProgress
 from mdmi_fast.labels import LabelSet, label_mi
 from mdmi_fast.models import MaskedOutput

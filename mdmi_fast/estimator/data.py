@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mdmi_fast import ops
-from mdmi_fast.labels import LabelSet, masked_pairs
+from mdmi_fast.labels import Form, LabelSet, masked_pairs
+from mdmi_fast.labels.store import INDEX_FILE
 from mdmi_fast.models import MaskedModel
 
 
@@ -44,6 +47,16 @@ def read_batch(labels: LabelSet, model: MaskedModel, chosen: Tensor, device: tor
     mask = labels.mask[chosen].to(device)
     mi = labels.mi[chosen].to(device)
     return Batch(output.hidden, ops.token_stats(output.logits), mask, mi, masked_pairs(mask))
+
+
+def read_form(folder: Path) -> Form:
+    """The form in which a folder of labels was made.
+
+    Raises:
+        FileNotFoundError: if it holds no labels.
+    """
+    form: Form = json.loads((folder / INDEX_FILE).read_text())["form"]
+    return form
 
 
 def joined(first: LabelSet, second: LabelSet) -> LabelSet:

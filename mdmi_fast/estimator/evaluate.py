@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import torch
@@ -67,7 +67,7 @@ class PairReport(NamedTuple):
         precision: as in `Independence`, like the next two.
         recall: see there.
         false_independence: above 5%, raise tau or retrain.
-        safe_tau: the least of the thresholds looked at where at most 5% of the pairs predicted independent are dependent.
+        safe_tau: the least of `by_tau` from which on at most 5% of the pairs predicted independent are dependent.
         by_tau: the same for all thresholds.
         by_mask_ratio: correlations by the masked share of the state.
         partner_rank: Spearman's correlation between a position's partners, averaged over positions: how well they are
@@ -273,7 +273,7 @@ def _report(
         precision=here.precision,
         recall=here.recall,
         false_independence=here.false_independence,
-        safe_tau=next((at.tau for at in by_tau if at.false_independence <= MOST_FALSE), math.nan),
+        safe_tau=_safe_tau(by_tau),
         by_tau=by_tau,
         by_mask_ratio=tuple(by_ratio),
         partner_rank=partner_rank,
@@ -286,6 +286,11 @@ def _independence(p: Tensor, a: Tensor, tau: float) -> Independence:
     right = float((called & independent).sum())
     precision = _share(right, float(called.sum()))
     return Independence(tau, precision, _share(right, float(independent.sum())), 1.0 - precision)
+
+
+def _safe_tau(by_tau: tuple[Independence, ...]) -> float:
+    safe = list(takewhile(lambda at: at.false_independence <= MOST_FALSE, reversed(by_tau)))
+    return safe[-1].tau if safe else math.nan
 
 
 def _partners(predicted: Tensor, batch: Batch, tau: float) -> Tensor:

@@ -22,14 +22,14 @@ def shifted_states(model: MaskedModel, tokens: Tensor, *, seed: int = 0) -> Tens
 
     Args:
         model: fills what is masked, each position with its most likely token.
-        tokens: [S, N] int64, at least two states.
+        tokens: [S, N] int64.
         seed: of the runs, which cover between a tenth and nine tenths of the positions.
 
     Returns:
-        [S, N] int64.
+        [S, N] int64. Positions where a state holds a token that the model never writes (start, end, padding) stay.
 
     Raises:
-        ValueError: if there are fewer than two states, or fewer than four positions that differ between them.
+        ValueError: if fewer than four positions are left.
     """
     places, sequences = _free(model, tokens)
     generator = torch.Generator().manual_seed(seed)
@@ -50,11 +50,11 @@ def adversarial_states(model: MaskedModel, tokens: Tensor, *, seed: int = 0) -> 
 
     Args:
         model: fills what is masked, each position with its most likely token.
-        tokens: [S, N] int64, at least two states.
+        tokens: [S, N] int64.
         seed: of the permutation and of the masks of the last kind.
 
     Returns:
-        [S, N] int64. Positions that hold one and the same token in all states (such as those of a start token) keep it.
+        [S, N] int64, as `shifted_states`.
 
     Raises:
         ValueError: as `shifted_states`.
@@ -86,19 +86,19 @@ BUILT: dict[str, Callable[..., Tensor]] = {"shifted": shifted_states, "adversari
 @torch.no_grad()
 def _free(model: MaskedModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Positions that may be rewritten, [n], and what stands there, [S, n], with masked tokens filled in."""
-    fixed = (tokens == tokens[:1]).all(0) & (tokens[0] != model.mask_token_id) if len(tokens) else torch.ones(1)
-    places = (fixed == 0).nonzero().flatten()
-    if len(tokens) < 2 or len(places) < 4:
-        raise ValueError(
-            f"splits: states must be two or more that differ in four positions at least, got {len(tokens)} that "
-            f"differ in {len(places)}"
-        )
     logits = model(tokens).logits
-    logits = logits.clone()
+    masked = tokens == model.mask_token_id
+    known = tokens.masked_fill(masked, 0)
+    # A visible token that the model would never write (start, end, padding) is part of the form, not of the text.
+    form = logits.gather(-1, known.unsqueeze(-1)).squeeze(-1) == -torch.inf
+    form |= tokens == getattr(model, "pad_token_id", None)
+    places = (~(form & ~masked)).all(0).nonzero().flatten()
+    if len(places) < 4:
+        raise ValueError(f"splits: states must have at least four positions that are free in all, got {len(places)}")
     if model.mask_token_id < logits.shape[-1]:
+        logits = logits.clone()
         logits[..., model.mask_token_id] = -torch.inf
-    filled = logits.argmax(-1).where(tokens == model.mask_token_id, tokens)
-    return places, filled[:, places]
+    return places, logits.argmax(-1).where(masked, tokens)[:, places]
 
 
 def _placed(tokens: Tensor, places: Tensor, states: Tensor, model: MaskedModel) -> Tensor:
