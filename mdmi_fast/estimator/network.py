@@ -101,7 +101,7 @@ class PairScorer(nn.Module):
         self.precision: str | None = None
         self._frozen: tuple[tuple[int, ...], Head, ops.PreparedPairwise] | None = None
 
-    def read(self, hidden: Tensor, stats: ops.TokenStats | None) -> Tensor:
+    def read(self, hidden: Tensor, marginals: ops.TokenStats | None) -> Tensor:
         """The state [B, N, W] of every position that the halves are made of."""
         return hidden
 
@@ -117,28 +117,36 @@ class PairScorer(nn.Module):
         """Keyword arguments that build the same network again."""
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, mask: Tensor, stats: ops.TokenStats | None = None) -> Tensor:
+    @property
+    def needs_step(self) -> bool:
+        """For policies: hand over the pass itself, whose logits give the marginals."""
+        return self.needs_stats
+
+    def forward(self, hidden: Tensor, mask: Tensor, stats: ops.TokenStats | int | None = None) -> Tensor:
         """Predicted mutual information of all masked pairs.
 
         Args:
             hidden: [B, N, D] float of any precision, as the model gave it.
             mask: [B, N] bool, True = masked.
-            stats: `ops.token_stats` of the model's logits, every field [B, N]; only where `needs_stats`.
+            stats: `ops.token_stats` of the model's logits, every field [B, N], or a `Step` that carries the logits; read
+                only where `needs_stats`.
 
         Returns:
             [B, N, N] float32, nats, symmetric; 0 on the diagonal and where an end is not masked.
 
         Raises:
-            ValueError: if D is not the width the estimator was made for, or stats are needed and missing.
+            ValueError: if D is not the width the estimator was made for.
+            TypeError: if stats are needed and missing.
         """
-        u, v = self._checked_halves(hidden, stats)
+        marginals = self._marginals(stats)
+        u, v = self._checked_halves(hidden, marginals)
         head, prepared = self._current_head()
         scores = ops.pairwise_mlp(
             u, v, head.weights, head.biases, head.w_out, head.b_out, mask=mask, prepared=prepared, **self._options()
         )
-        if self.output != "bounded" or stats is None:
+        if self.output != "bounded" or marginals is None:
             return scores
-        least = torch.minimum(stats.entropy.unsqueeze(-1), stats.entropy.unsqueeze(-2))
+        least = torch.minimum(marginals.entropy.unsqueeze(-1), marginals.entropy.unsqueeze(-2))
         # Not a product with the mask: an unmasked position may have any entropy, NaN included.
         return (least * scores.sigmoid()).masked_fill(~masked_pairs(mask), 0.0)
 
@@ -152,7 +160,7 @@ class PairScorer(nn.Module):
         lam: float = 1.0,
         entropy_weight: float = 1.0,
         limit: int | None = None,
-        stats: ops.TokenStats | None = None,
+        stats: ops.TokenStats | int | None = None,
     ) -> ops.Selection:
         """`ops.select_budget` on the predicted scores, computing only the pairs that can matter.
 
@@ -177,7 +185,7 @@ class PairScorer(nn.Module):
             return ops.select_budget(
                 entropy, mi, gamma=gamma, lam=lam, entropy_weight=entropy_weight, mask=mask, limit=limit
             )
-        u, v = self._checked_halves(hidden, stats)
+        u, v = self._checked_halves(hidden, self._marginals(stats))
         head, prepared = self._current_head()
         return ops.score_and_select(
             entropy,
@@ -229,17 +237,26 @@ class PairScorer(nn.Module):
             "precision": precision,
         }
 
-    def _checked_halves(self, hidden: Tensor, stats: ops.TokenStats | None) -> tuple[Tensor, Tensor]:
+    def _marginals(self, stats: ops.TokenStats | int | None) -> ops.TokenStats | None:
+        if not self.needs_stats:
+            return None
+        logits = getattr(stats, "logits", None)
+        if logits is not None:
+            return ops.token_stats(logits)
+        if not isinstance(stats, ops.TokenStats):
+            raise TypeError(
+                f"{type(self).__name__}: reads the marginals too: stats must be ops.token_stats(logits) or a Step with "
+                f"logits, got {stats!r}"
+            )
+        return stats
+
+    def _checked_halves(self, hidden: Tensor, marginals: ops.TokenStats | None) -> tuple[Tensor, Tensor]:
         if hidden.ndim != 3 or hidden.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"{type(self).__name__}: hidden must be [B, N, {self.hidden_size}], as the estimator was trained, "
                 f"got shape {tuple(hidden.shape)}"
             )
-        if self.needs_stats and stats is None:
-            raise ValueError(
-                f"{type(self).__name__}: reads the marginals too: stats must be ops.token_stats(logits), got None"
-            )
-        return self.halves(self.read(hidden.to(next(self.parameters()).dtype), stats))
+        return self.halves(self.read(hidden.to(next(self.parameters()).dtype), marginals))
 
     def _current_head(self) -> tuple[Head, ops.PreparedPairwise | None]:
         """The head; outside of training packed once and kept until a weight changes."""
@@ -431,15 +448,17 @@ class PairwiseMIEstimator(PairScorer):
         self.last = nn.Linear(widths[-1], 1)
         nn.init.constant_(self.last.bias, 0.0 if output == "identity" else -3.0)  # most pairs share nearly nothing
 
-    def read(self, hidden: Tensor, stats: ops.TokenStats | None) -> Tensor:
+    def read(self, hidden: Tensor, marginals: ops.TokenStats | None) -> Tensor:
         if self.weighted_layers > 1:
             states = hidden.unflatten(-1, (self.weighted_layers, -1)).unbind(-2)
             shares = self.layer_weights.softmax(0)
             # One after the other: a sum over an axis may round by the size of the batch.
             hidden = reduce(torch.add, [share * state for share, state in zip(shares, states, strict=True)])
-        if self.marginals == "none" or stats is None:
+        if self.marginals == "none" or marginals is None:
             return hidden
-        fields = (stats.entropy,) if self.marginals == "entropy" else (stats.entropy, stats.confidence, stats.margin)
+        fields = [marginals.entropy]
+        if self.marginals == "summary":
+            fields += [marginals.confidence, marginals.margin]
         return torch.cat([hidden, torch.stack(fields, -1).to(hidden.dtype)], -1)
 
     def halves(self, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -145,7 +145,8 @@ def train_estimator(
     settings = {
         "estimator": estimator.configuration(),
         "model": model_hash(model),
-        "labels": [len(train.tokens), len(judge.tokens), n_old, float(mixed.mi.double().sum())],
+        "labels": [len(labels.tokens), float(labels.mi.double().sum())],
+        "old": None if old is None else [n_old, float(old.mi.double().sum())],
         "loss": asdict(loss),
         "epochs": epochs,
         "batch_size": batch_size,
@@ -248,7 +249,7 @@ class _Run:
         try:
             kept = torch.load(path, map_location="cpu", weights_only=True)
             settings, state = kept["settings"], kept["state"]
-        except (RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        except (RuntimeError, OSError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
             raise ValueError(f"{path}: not the checkpoint of a training: {error}") from error
         changed = [name for name, value in self._settings.items() if settings.get(name) != value]
         if changed:

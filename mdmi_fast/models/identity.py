@@ -17,7 +17,8 @@ def model_hash(model: MaskedModel) -> str:
         model: a torch module, or an object that holds tensors and modules as attributes.
 
     Returns:
-        16 hexadecimal digits of a SHA-256 over the names, dtypes, shapes and bytes of all parameters and buffers.
+        16 hexadecimal digits of a SHA-256 over the names, shapes and values of all parameters and buffers. Half precision
+        counts as the float32 of the same value.
 
     Example:
         >>> import torch
@@ -29,9 +30,12 @@ def model_hash(model: MaskedModel) -> str:
         False
     """
     digest = hashlib.sha256()
-    for name, tensor in _weights(model):
+    for name, weight in _weights(model):
+        tensor = weight.detach().cpu()
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            tensor = tensor.float()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
