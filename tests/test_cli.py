@@ -28,8 +28,8 @@ from mdmi_fast.cli import COMMANDS, _options, _progress, main
 from mdmi_fast.decode import policy_forms
 from mdmi_fast.labels import FORMS
 from mdmi_fast.maps import MIMap
-from mdmi_fast.models import MaskedOutput
-from mdmi_fast.tasks.sudoku.model import HIDDEN_WIDTH
+from mdmi_fast.models import MaskedOutput, load_model
+from mdmi_fast.models.identity import model_hash
 from mdmi_fast.tasks.sudoku.puzzles import format_line, is_valid_board, random_boards, random_clues, test_puzzles
 
 PUZZLES = test_puzzles()
@@ -163,6 +163,18 @@ def test_help_names_the_policies_and_forms_that_exist() -> None:
         (
             ["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--combine", "product"],
             "--combine belongs to --architecture general",
+        ),
+        (
+            ["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--weighted-layers", "2"],
+            "--weighted-layers belongs to --architecture general",
+        ),
+        (
+            ["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--from", "z", "--layers", "4"],
+            "--from brings its own architecture",
+        ),
+        (
+            ["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--old-labels", "z"],
+            "--old-labels belongs to --from",
         ),
         (["map", "--model", "sudoku", "--data", "x", "--out", "y", "--form", "kl"], "--form belongs to --probe"),
         (
@@ -327,23 +339,78 @@ def test_train_reports_every_epoch_and_evaluate_reads_what_it_saved(run: Run, tr
     out = tmp_path / "estimator"
     train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--out", out, "--seed", 4)
     code, text, _ = run(
-        *train, "--architecture", "general", "--layers", "8,4", "--combine", "interaction", "--epochs", 2
+        *train, "--architecture", "general", "--layers", "8,4", "--combine", "interaction", "--rank", 4, "--epochs", 2
     )
     assert code == 0
     epochs = [line.split()[0] for line in text.splitlines()[2:4]]
     assert epochs == ["0", "1"]
     config = json.loads((out / "estimator.json").read_text(), parse_constant=lambda word: pytest.fail(word))
-    assert config["configuration"] == {"hidden_size": HIDDEN_WIDTH, "layers": [8, 4], "combine": "interaction"}
-    assert config["provenance"]["model"] == "sudoku"
+    assert "parameters (below the usual 50,000 to 500,000); 12 states" in text
+    assert {"layers": [8, 4], "combine": "interaction", "rank": 4}.items() <= config["configuration"].items()
+    assert config["model_hash"] == model_hash(load_model("sudoku"))
+    assert config["provenance"].items() >= {"model": "sudoku", "form": "joint", "states": 12}.items()
+    assert sorted(path.name for path in out.iterdir()) == ["estimator.json", "estimator.safetensors"]
     evaluate = ("evaluate", "--labels", trained / "labels", "--model", "sudoku", "--estimator", out, "--tau", 0.05)
-    code, text, _ = run(*evaluate)
+    evaluate = (*evaluate, "--built", 2)
+    code, text, _ = run(*evaluate, "--plot", tmp_path / "page.png")
     assert code == 0
     assert "Pearson r" in text
     assert "independent at 0.05 nats, precision" in text
-    report = json.loads(run(*evaluate, "--json")[1])
+    assert text.splitlines()[-1].startswith("retrain: Pearson r = ")
+    assert imread(tmp_path / "page.png").std() > 0.05
+    told = json.loads(run(*evaluate, "--json")[1])
+    assert [*told["splits"]] == ["in distribution", "shifted", "adversarial"]
+    assert told["verdict"] == text.splitlines()[-1]
+    report = told["splits"]["in distribution"]["estimator"]
     assert report["tau"] == 0.05
     assert report["pairs"] == 12 * 21 * 20 // 2
     assert f"{report['pearson']:.3f}" in text
+
+
+def test_evaluate_takes_a_shifted_set_and_can_do_without_built_ones(run: Run, trained: Path) -> None:
+    evaluate = ("evaluate", "--labels", trained / "labels", "--model", "sudoku", "--estimator", "sudoku", "--json")
+    alone = json.loads(run(*evaluate, "--built", 0)[1])
+    assert [*alone["splits"]] == ["in distribution"]
+    given = json.loads(run(*evaluate, "--built", 2, "--shifted", trained / "labels")[1])
+    assert [*given["splits"]] == ["in distribution", "shifted", "adversarial"]
+    assert given["splits"]["shifted"] == alone["splits"]["in distribution"]
+
+
+def test_evaluate_refuses_another_model_unless_it_moved(run: Run, trained: Path) -> None:
+    labels = ("evaluate", "--labels", trained / "labels", "--model", "sudoku:weak", "--built", 0)
+    code, _, err = run(*labels, "--estimator", trained / "estimator")
+    assert code == 1
+    names = (model_hash(load_model("sudoku")), model_hash(load_model("sudoku:weak")))
+    assert all(f"hash {name}" in err for name in names)
+    assert run(*labels, "--estimator", trained / "estimator", "--moved-model")[0] == 0
+
+
+def test_train_refines_with_old_labels_mixed_in(run: Run, trained: Path, tmp_path: Path) -> None:
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku:weak", "--out", tmp_path / "refined")
+    code, text, _ = run(*train, "--from", "sudoku", "--old-labels", trained / "labels", "--epochs", 1)
+    assert code == 0
+    assert "features 12" in text  # of the shipped one
+    config = json.loads((tmp_path / "refined" / "estimator.json").read_text())
+    assert config["model_hash"] == model_hash(load_model("sudoku:weak"))
+    assert config["provenance"]["refined_from"] == "sudoku"
+
+
+def test_a_killed_training_goes_on_when_the_command_is_given_again(run: Run, trained: Path, tmp_path: Path) -> None:
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--epochs", 9, "--patience", 9)
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "mdmi_fast", *map(str, train), "--out", str(tmp_path / "a")], stdout=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 60
+    while not (tmp_path / "a" / "checkpoint.pt").exists() and killed.poll() is None and time.monotonic() < end:
+        time.sleep(0.005)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    code, text, _ = run(*train, "--out", tmp_path / "a")
+    assert code == 0
+    assert "going on from" in text
+    assert run(*train, "--out", tmp_path / "b")[0] == 0
+    for name in ("estimator.json", "estimator.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_the_seed_decides_what_is_trained(run: Run, trained: Path, tmp_path: Path) -> None:

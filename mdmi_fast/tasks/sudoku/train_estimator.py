@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from mdmi_fast.estimator import PairReport, TrainingProgress, train_estimator
+from mdmi_fast.estimator.evaluate import verdict
 from mdmi_fast.labels import LabelSet, read_labels, write_labels
 from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import ITERATIONS, MASK_TOKEN, SudokuModel, load_model
@@ -93,7 +94,7 @@ def main() -> None:
             estimator, report = train(options.strength, everything, checkpoint, epochs=options.epochs)
             estimator.save_pretrained(kept)
             checkpoint.unlink()
-            print(f"round {number}: {report}")
+            print(f"round {number}: {verdict(report)}")
         estimator = SudokuMIEstimator.from_pretrained(kept)
     if estimator is not None:
         shipped = Path(__file__).parent / "weights" / f"estimator_{options.strength}"
