@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdmi_fast.cli._errors import InputError, UsageError
+from mdmi_fast.cli._errors import UsageError
 from mdmi_fast.cli._options import (
     DATA_HELP,
     FORM_NAMES,
@@ -16,12 +18,14 @@ from mdmi_fast.cli._options import (
     add_threads,
     amount,
     kind_of,
+    natural,
     positive,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mdmi_fast.labels import Masking
     from mdmi_fast.models import MaskedModel
 
 
@@ -30,64 +34,102 @@ def add(subparsers: Any) -> None:
         "label",
         help="probe a model for the mutual information of states",
         description="Probe a model for the mutual information of the masked pairs of every state, into a folder that "
-        "train and evaluate read. An interrupted run goes on where it was.",
+        "train and evaluate read. An interrupted run goes on where it was. Under torchrun, and on several machines that "
+        "share the folder, every process makes its share of the shards.",
     )
     add_model(parser)
     states = parser.add_mutually_exclusive_group(required=True)
-    states.add_argument("--data", metavar="FILE", help=f"states of one length: {DATA_HELP}")
+    states.add_argument("--data", metavar="FILE", help=f"states or, with --mask, sequences: {DATA_HELP}")
     states.add_argument(
         "--states", type=positive, metavar="N", help="sudoku models: N boards as met while decoding, drawn from --seed"
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="of the labels")
-    parser.add_argument("--form", choices=FORM_NAMES, default="joint", help="reading of the probes (default: joint)")
-    parser.add_argument(
-        "--epsilon",
-        type=amount,
-        default=0.0,
-        metavar="NATS",
-        help="allowed error, saves passes; joint form (default: 0)",
-    )
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N states of the file")
+    parser.add_argument(
+        "--mask",
+        type=_masking_spec,
+        metavar="HOW",
+        help="mask the sequences of the file: uniform (a share drawn from 0 to 1), share:S (a fixed one), or "
+        "trajectory:entropy and trajectory:random (the model fills them itself, up to a share); default: as they are",
+    )
+    parser.add_argument(
+        "--keep", type=natural, nargs="+", default=[], metavar="TOKEN", help="tokens that --mask leaves as they are"
+    )
+    parser.add_argument(
+        "--form", choices=FORM_NAMES, nargs="+", default=["joint"], help="readings of the probes (default: joint)"
+    )
+    parser.add_argument(
+        "--epsilon", type=amount, default=0.0, metavar="NATS", help="allowed error, saves passes (default: 0)"
+    )
+    parser.add_argument(
+        "--directions",
+        choices=("both", "one"),
+        default="both",
+        help="of a pair: one is enough where that saves passes (default: both, and their mean)",
+    )
+    parser.add_argument("--window", type=natural, metavar="N", help="only pairs at most N positions apart")
+    parser.add_argument(
+        "--samples", type=_several, metavar="N", help="draw N values where more are needed: a standard error, no bound"
+    )
+    parser.add_argument("--hidden", action="store_true", help="keep the hidden states of masked positions")
     parser.add_argument(
         "--shard-size", type=positive, default=100, metavar="N", help="states a file, what a restart may repeat"
     )
-    parser.add_argument("--batch-size", type=positive, default=512, metavar="N", help="sequences a pass (default: 512)")
-    add_seed(parser, of="the states")
+    parser.add_argument(
+        "--batch-tokens", type=positive, default=1 << 16, metavar="N", help="tokens a forward pass (default: 65536)"
+    )
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the model (default: fp32)")
+    add_seed(parser, of="the states and all that is drawn")
     add_threads(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.states is not None and (options.limit is not None or kind_of(options.model) != "sudoku"):
-        raise UsageError("--states makes boards for sudoku models and takes no --limit; use --data for your own states")
-    if options.epsilon > 0 and options.form != "joint":
-        raise UsageError("--epsilon needs --form joint, whose error is proven")
+    if options.states is not None and (options.limit or options.mask or kind_of(options.model) != "sudoku"):
+        raise UsageError(
+            "--states makes boards for sudoku models and takes no --limit and no --mask; use --data for your own states"
+        )
+    if options.keep and not options.mask:
+        raise UsageError("--keep belongs to --mask")
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.labels import write_labels
     from mdmi_fast.models import load_model
 
     model = load_model(options.model)
-    tokens, origin = _states(options, model)
+    sequences, origin = _sequences(options, model)
+    rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    shards = -(-len(sequences) // options.shard_size)
+    own = sum(len(sequences[n * options.shard_size :][: options.shard_size]) for n in range(rank, shards, world_size))
     start = time.perf_counter()
-    with bar(total=len(tokens), unit="state", description="labelling") as progress:
+    with bar(total=own, unit="state", description="labelling") as progress:
         passes = write_labels(
             model,
-            tokens,
+            sequences,
             options.out,
-            form=options.form,
+            forms=options.form,
             epsilon=options.epsilon,
+            directions=options.directions,
+            window=options.window,
+            samples=options.samples,
+            masking=_masking(options.mask, tuple(options.keep)) if options.mask else None,
+            seed=options.seed,
+            hidden=options.hidden,
             shard_size=options.shard_size,
-            batch_size=options.batch_size,
+            batch_tokens=options.batch_tokens,
+            precision=options.precision,
+            rank=rank,
+            world_size=world_size,
             provenance={"model": options.model, **origin},
             progress=progress.update,
         )
     seconds = time.perf_counter() - start
-    print(f"{len(tokens)} states in {options.out}, form {options.form}: {passes} passes in this run, {seconds:.1f} s")
+    forms = ", ".join(options.form)
+    print(f"{own} states in {options.out}, form {forms}: {passes} passes in this run, {seconds:.1f} s")
     return 0
 
 
-def _states(options: argparse.Namespace, model: MaskedModel) -> tuple[Tensor, dict[str, Any]]:
-    """The states [S, N] to label, and where they come from."""
+def _sequences(options: argparse.Namespace, model: MaskedModel) -> tuple[Sequence[Tensor], dict[str, Any]]:
+    """What to label, and where it comes from."""
     import torch
 
     from mdmi_fast.cli._sequences import read_sequences
@@ -95,9 +137,35 @@ def _states(options: argparse.Namespace, model: MaskedModel) -> tuple[Tensor, di
     if options.states is not None:
         from mdmi_fast.tasks.sudoku.states import decoding_states
 
-        return decoding_states(model, options.states, seed=options.seed), {"states_seed": options.seed}
+        return list(decoding_states(model, options.states, seed=options.seed)), {"states_seed": options.seed}
     found = read_sequences(options.data, model_name=options.model, model=model, limit=options.limit)
-    lengths = sorted({len(sequence.tokens) for sequence in found})
-    if len(lengths) > 1:
-        raise InputError(f"{options.data}: label needs states of one length, got lengths {lengths[0]} to {lengths[-1]}")
-    return torch.tensor([sequence.tokens for sequence in found]), {"data": Path(options.data).name}
+    return [torch.tensor(sequence.tokens) for sequence in found], {"data": Path(options.data).name}
+
+
+def _several(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"must be at least 2, got {value}")
+    return value
+
+
+def _masking_spec(text: str) -> str:
+    """The text itself, if it says how to mask."""
+    try:
+        _masking(text, ())
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _masking(text: str, keep: tuple[int, ...]) -> Masking:
+    from mdmi_fast.labels import FixedShare, Trajectory, UniformShare
+
+    kind, _, rest = text.partition(":")
+    if text == "uniform":
+        return UniformShare(keep)
+    if kind == "share":
+        return FixedShare(float(rest), keep)
+    if kind == "trajectory" and rest in ("entropy", "random"):
+        return Trajectory(rest, keep=keep)  # type: ignore[arg-type]  # a string of the two
+    raise ValueError(f"expected uniform, share:S, trajectory:entropy or trajectory:random, got {text}")

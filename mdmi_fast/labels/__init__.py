@@ -1,17 +1,27 @@
 """Ground-truth labels: what the model itself says when probed."""
 
-from mdmi_fast.labels.probe import FORMS, Form, MILabels, Probe, label_mi, masked_pairs, probe_mi
-from mdmi_fast.labels.store import LabelSet, read_labels, write_labels
+from mdmi_fast.labels.aggregate import aggregate_mi
+from mdmi_fast.labels.masking import FixedShare, Masking, Trajectory, UniformShare
+from mdmi_fast.labels.plan import FORMS, Form
+from mdmi_fast.labels.probe import MILabels, Probe, label_mi, masked_pairs, probe_mi
+from mdmi_fast.labels.store import LabelledState, LabelSet, read_labels, stream_labels, write_labels
 
 __all__ = [
     "FORMS",
+    "FixedShare",
     "Form",
     "LabelSet",
+    "LabelledState",
     "MILabels",
+    "Masking",
     "Probe",
+    "Trajectory",
+    "UniformShare",
+    "aggregate_mi",
     "label_mi",
     "masked_pairs",
     "probe_mi",
     "read_labels",
+    "stream_labels",
     "write_labels",
 ]

@@ -1,4 +1,4 @@
-"""Ground-truth pairwise mutual information by probing the model itself (rows S1, S2 of the source).
+"""Ground-truth pairwise mutual information by probing the model itself (rows S1, S2, S4 of the source).
 
 One pass with nothing added gives the marginals; one pass for every masked position i and value v, with v written at
 i, gives q_v = p(x_j | X_i = v). With p_v = p(X_i = v), the same passes yield three readings of I(X_i; X_j | visible):
@@ -8,58 +8,68 @@ i, gives q_v = p(x_j | X_i = v). With p_v = p(X_i = v), the same passes yield th
 - "kl":      sum_v p_v KL(q_v || p(x_j)). Never negative.
 
 They agree exactly when sum_v p_v q_v = p(x_j), that is when the model's conditionals are consistent; a trained
-network's are not, so the readings differ, and so do the two directions of a pair.
+network's are not, so the readings differ, and so do the two directions of a pair. How many passes an allowed error saves
+is decided, with proof, in `plan`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from mdmi_fast import ops
-from mdmi_fast.models import MaskedModel
-
-Form = Literal["joint", "entropy", "kl"]
-FORMS: tuple[Form, ...] = get_args(Form)
+from mdmi_fast.labels.forward import Forward, Precision
+from mdmi_fast.labels.plan import FORMS, Directions, Form, Plan, make_plan
+from mdmi_fast.models import MaskedModel, MaskedOutput
 
 
 class MILabels(NamedTuple):
     """Pairwise mutual information of masked positions, in nats.
 
     Attributes:
-        mi: [B, N, N] float32, the mean of both directions; 0 on the diagonal and where an end is not masked.
+        mi: [B, N, N] float32, symmetric, the mean of both directions; 0 on the diagonal and where an end is not masked.
         entropy: [B, N] float32, H(X_i | visible) of masked positions, 0 elsewhere.
         bound: [B, N, N] float32, no entry of `mi` is further than this from what full probing gives.
         passes: [B] int64, forward passes spent on each sequence.
-        asymmetry: [B] float32, the mean over masked pairs of |one direction - the other|.
+        asymmetry: [B] float32, the mean over pairs known from both ends of |one direction - the other|.
+        standard_error: [B, N, N] float32, of entries that rest on values drawn at random; 0 elsewhere.
     """
 
-    mi: torch.Tensor
-    entropy: torch.Tensor
-    bound: torch.Tensor
-    passes: torch.Tensor
-    asymmetry: torch.Tensor
+    mi: Tensor
+    entropy: Tensor
+    bound: Tensor
+    passes: Tensor
+    asymmetry: Tensor
+    standard_error: Tensor
 
 
 class Probe(NamedTuple):
     """What one probing run found; row i of a directed matrix is what writing X_i tells of every x_j.
 
     Attributes:
-        directed: form -> [B, N, N] float32. Only "joint" where the run left passes out (epsilon > 0).
+        directed: form -> [B, N, N] float32, of the forms asked for.
+        error: form -> [B, N, N] float32, the most that an entry differs from full probing in the same direction.
+        standard_error: form -> [B, N, N] float32, of rows whose values were drawn.
         mask: [B, N] bool.
+        pairs: [B, N, N] bool, the pairs asked for.
+        known: [B, N] bool, False for ends that were left out because the other end tells.
         entropy: [B, N] float32, 0 where not masked.
-        bound: [B, N] float32, the error of every entry of row i in "joint" form.
         passes: [B] int64.
+        hidden: [B, N, D], the hidden states of the base pass.
     """
 
-    directed: dict[Form, torch.Tensor]
-    mask: torch.Tensor
-    entropy: torch.Tensor
-    bound: torch.Tensor
-    passes: torch.Tensor
+    directed: dict[Form, Tensor]
+    error: dict[Form, Tensor]
+    standard_error: dict[Form, Tensor]
+    mask: Tensor
+    pairs: Tensor
+    known: Tensor
+    entropy: Tensor
+    passes: Tensor
+    hidden: Tensor
 
     def labels(self, form: Form) -> MILabels:
         """The symmetric labels of one form.
@@ -71,14 +81,29 @@ class Probe(NamedTuple):
             raise ValueError(f"Probe: this run read only {', '.join(self.directed)}, got form={form!r}")
         one_way = self.directed[form]
         other_way = one_way.transpose(-1, -2)
-        pairs = masked_pairs(self.mask)
-        gap = (one_way - other_way).abs().masked_fill(one_way == other_way, 0.0)  # inf - inf is no gap
-        gap = gap.sum(dim=(-1, -2)) / pairs.sum(dim=(-1, -2)).clamp(min=1)
-        bound = (self.bound.unsqueeze(-1) + self.bound.unsqueeze(-2)) / 2 * pairs
-        return MILabels((one_way + other_way) / 2, self.entropy, bound, self.passes, gap)
+        twice = self.known.unsqueeze(-1) & self.known.unsqueeze(-2) & masked_pairs(self.mask)
+        # 1/2 where both ends tell, 1 where only this one does.
+        share = (1 - 0.5 * twice.float()) * self.known.unsqueeze(-1) * masked_pairs(self.mask)
+        mi = _times(share, one_way)
+        bound = _times(share, self.error[form])
+        spread = _times(share, self.standard_error[form])
+        gap = (one_way - other_way).abs().masked_fill(~twice | (one_way == other_way), 0.0)  # inf - inf is no gap
+        return MILabels(
+            mi + mi.transpose(-1, -2),
+            self.entropy,
+            bound + bound.transpose(-1, -2),
+            self.passes,
+            gap.sum(dim=(-1, -2)) / twice.sum(dim=(-1, -2)).clamp(min=1),
+            torch.hypot(spread, spread.transpose(-1, -2)),
+        )
 
 
-def masked_pairs(mask: torch.Tensor) -> torch.Tensor:
+def _times(share: Tensor, nats: Tensor) -> Tensor:
+    """The product, in which a share of 0 gives 0 of anything."""
+    return (share * nats).where(share > 0, 0.0)
+
+
+def masked_pairs(mask: Tensor) -> Tensor:
     """[..., N] -> [..., N, N] bool: True where both ends are masked and differ."""
     pairs = mask.unsqueeze(-1) & mask.unsqueeze(-2)
     return pairs & ~torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
@@ -86,13 +111,19 @@ def masked_pairs(mask: torch.Tensor) -> torch.Tensor:
 
 def label_mi(
     model: MaskedModel,
-    tokens: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    tokens: Tensor,
+    mask: Tensor | None = None,
     *,
     form: Form = "joint",
     epsilon: float = 0.0,
-    attention_mask: torch.Tensor | None = None,
+    directions: Directions = "both",
+    window: int | None = None,
+    pairs: Tensor | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+    attention_mask: Tensor | None = None,
     batch_size: int = 512,
+    precision: Precision = "fp32",
     progress: Callable[[int], None] | None = None,
 ) -> MILabels:
     """Label every masked pair of every sequence with its mutual information, symmetrised by the mean.
@@ -104,18 +135,24 @@ def label_mi(
         tokens: [B, N] or [N] int64.
         mask: bool of the same shape, True = masked; those positions are replaced by the mask token. None takes the
             positions that already hold it.
-        form: which reading to return, see the module's text.
-        epsilon: nats that an entry may be wrong by, see `probe_mi`; only for "joint", the form whose error is proven.
-        attention_mask: bool of the same shape, False at padding, which is never labelled; None: no padding.
-        batch_size: sequences in one forward pass; how many logits are held at once follows from it.
+        form: which reading to return, see the module's text. `probe_mi`, which says more of the options, gives all of
+            them from the same passes.
+        epsilon: nats that an entry may be wrong by.
+        directions: "both" ends of a pair are read, or "one" where that saves passes.
+        window: only pairs at most so many positions apart.
+        pairs: bool [B, N, N] or [N, N], symmetric: only these pairs.
+        samples: draw so many values where more are needed.
+        seed: of the values drawn.
+        attention_mask: bool of the shape of tokens, False at padding, which is never probed; None: no padding.
+        batch_size: sequences in one forward pass.
+        precision: of the forward pass, "fp32" or "bf16".
         progress: called with the number of passes just finished.
 
     Returns:
         MILabels, without the batch dimension when tokens had none.
 
     Raises:
-        ValueError: for an unknown form, shapes that do not fit, epsilon > 0 with another form than "joint", or a model
-            that answers NaN.
+        ValueError: for an unknown form, arguments that do not fit, or a model that answers NaN.
 
     Numerics:
         Entropies and sums over values in float32 (float64 where the logits are). A label of the "kl" form is inf where
@@ -132,61 +169,408 @@ def label_mi(
     """
     if form not in FORMS:
         raise ValueError(f"label_mi: form must be one of {', '.join(FORMS)}, got {form!r}")
-    if epsilon > 0 and form != "joint":
-        raise ValueError(f"label_mi: epsilon > 0 needs form='joint', whose error is proven, got form={form!r}")
     single = tokens.ndim == 1
     if single:
         tokens = tokens.unsqueeze(0)
-        mask, attention_mask = (None if m is None else m.unsqueeze(0) for m in (mask, attention_mask))
+        mask, attention_mask, pairs = (None if m is None else m.unsqueeze(0) for m in (mask, attention_mask, pairs))
     probe = probe_mi(
         model,
         tokens,
         mask,
+        forms=(form,),
         epsilon=epsilon,
+        directions=directions,
+        window=window,
+        pairs=pairs,
+        samples=samples,
+        seed=seed,
         attention_mask=attention_mask,
         batch_size=batch_size,
+        precision=precision,
         progress=progress,
     )
     labels = probe.labels(form)
     return MILabels(*(field.squeeze(0) for field in labels)) if single else labels
 
 
-@torch.no_grad()
 def probe_mi(
-    model: MaskedModel,
-    tokens: torch.Tensor,
-    mask: torch.Tensor | None = None,
+    model: MaskedModel | Forward,
+    tokens: Tensor,
+    mask: Tensor | None = None,
     *,
+    forms: Sequence[Form] = FORMS,
     epsilon: float = 0.0,
-    attention_mask: torch.Tensor | None = None,
+    directions: Directions = "both",
+    window: int | None = None,
+    pairs: Tensor | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+    attention_mask: Tensor | None = None,
     batch_size: int = 512,
+    precision: Precision = "fp32",
     progress: Callable[[int], None] | None = None,
 ) -> Probe:
     """Probe every masked position with every value that matters, at 1 + M V passes for M masked positions at most.
 
-    With epsilon > 0 two kinds of passes are left out, each with a proof for the "joint" form:
-
-    - position i is not probed at all when H_i <= epsilon: I(X_i; X_j) <= H(X_i), so 0 is wrong by at most epsilon;
-    - only values carrying 1 - delta of p(X_i) are probed and their weights rescaled. With T the event that X_i is in
-      the tail, I(X_i; X_j) lies between (1 - delta) I_kept and h(delta) + (1 - delta) I_kept + delta ln V, where h is
-      the binary entropy (chain rule, I(T; X_j) <= h(delta)). As I_kept <= ln V, I_kept is wrong by at most
-      h(delta) + delta ln V; delta is the largest tail for which that stays within epsilon.
-
     Args:
-        model: the frozen model.
+        model: the frozen model; or a `Forward`, whose batches and precision then count.
         tokens: [B, N] int64.
         mask: [B, N] bool, or None for the positions that hold the mask token.
-        epsilon: nats that an entry of the "joint" form may be wrong by.
+        forms: the readings wanted; one run tells all of them.
+        epsilon: nats that an entry of each of these forms may be wrong by.
+        directions: "both": labels are the mean over the two ends. "one": one end of a pair is enough where that saves
+            passes, so that a label is the reading in the direction taken.
+        window: only pairs at most so many positions apart.
+        pairs: [B, N, N] bool, symmetric: only these pairs. None: all.
+        samples: where more values than this are needed, draw so many from p(X_i) instead (row S4 of the source). What
+            they give has a standard error of order 1 / sqrt(samples) and nothing proven; the "joint" form, computed
+            as if those were all values, is also low by an amount of order 1 / samples.
+        seed: of the values drawn.
         attention_mask: [B, N] bool, False at padding, which is never probed; None: no padding.
-        batch_size: sequences in one forward pass.
+        batch_size: sequences in one forward pass; how many logits are held at once follows from it. It is halved when
+            memory runs out.
+        precision: of the forward pass, "fp32" or "bf16".
         progress: called with the number of passes just finished.
 
     Returns:
-        Probe, with every form the passes can tell: all three, or "joint" alone where epsilon > 0.
+        Probe.
 
     Raises:
-        ValueError: for shapes that do not fit, a negative or NaN epsilon, or a model that answers NaN.
+        ValueError: for arguments that do not fit, or a model that answers NaN.
     """
+    _check(tokens, mask, attention_mask, pairs, forms, epsilon, directions, window, samples, batch_size, precision)
+    forward = model if isinstance(model, Forward) else Forward(model, batch_size * tokens.shape[1], precision)
+    mask_token = forward.model.mask_token_id
+    if mask is None:
+        mask = tokens == mask_token
+    if attention_mask is not None:
+        mask = mask & attention_mask
+    tokens = tokens.masked_fill(mask, mask_token)
+    wanted = masked_pairs(mask)
+    if window is not None:
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        wanted &= (place.unsqueeze(-1) - place).abs() <= window
+    if pairs is not None:
+        wanted &= pairs
+    settings = _Settings(tuple(form for form in FORMS if form in forms), epsilon, directions, samples, seed, window)
+    parts: list[Probe] = []
+    done = 0
+    while done < len(tokens) or not parts:
+        rows = slice(done, done + forward.batch_size(tokens.shape[1]))
+        state = _State(tokens[rows], mask[rows], wanted[rows], None if attention_mask is None else attention_mask[rows])
+        with torch.no_grad():
+            try:
+                base = forward(state.tokens, state.attention_mask)
+            except torch.OutOfMemoryError:
+                forward.shrink(len(state.tokens), tokens.shape[1])
+                continue
+            parts.append(_probe(forward, state, base, settings, progress, first=done))
+        done += max(1, len(state.tokens))
+    return _join(parts)
+
+
+class _Settings(NamedTuple):
+    """What of `probe_mi`'s arguments is the same for all sequences."""
+
+    forms: tuple[Form, ...]
+    epsilon: float
+    directions: Directions
+    samples: int | None
+    seed: int
+    window: int | None
+
+
+class _State(NamedTuple):
+    """Some sequences: tokens, mask, attention_mask [B, N], pairs wanted [B, N, N]."""
+
+    tokens: Tensor
+    mask: Tensor
+    pairs: Tensor
+    attention_mask: Tensor | None
+
+
+class _Group(NamedTuple):
+    """The probes of one position.
+
+    Attributes:
+        row, position: where.
+        kept: share of p that the values carry.
+        drawn: the values are a sample.
+        values: [K] what the position is set to.
+        shares: [K] float64 weights.
+        probes: [R] the values that are run.
+        place: [K] which of the probes tells of a value.
+    """
+
+    row: int
+    position: int
+    kept: float
+    drawn: bool
+    values: Tensor
+    shares: Tensor
+    probes: Tensor
+    place: Tensor
+
+    def answers(self, logits: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Logits [K', N, V] of every value that the probes from `first` on tell of, from theirs [R', N, V]; shares [K']."""
+        if len(self.probes) == len(self.values):
+            return logits, self.shares[first : first + len(logits)]
+        own = ((self.place >= first) & (self.place < first + len(logits))).nonzero().squeeze(-1)
+        place = self.place[own]
+        stack = logits[place - first]
+        this, run = (
+            token.view(-1, 1, 1).expand(*stack.shape[:2], 1) for token in (self.values[own], self.probes[place])
+        )
+        swapped = stack.scatter(-1, this, stack.gather(-1, run)).scatter(-1, run, stack.gather(-1, this))
+        return swapped, self.shares[own]
+
+
+def _probe(
+    forward: Forward,
+    state: _State,
+    base: MaskedOutput,
+    settings: _Settings,
+    progress: Callable[[int], None] | None,
+    *,
+    first: int,
+) -> Probe:
+    """Probe sequences whose base pass is made; `first` is the number of the first one, for messages."""
+    tokens, mask = state.tokens, state.mask
+    entropy = ops.entropy(base.logits).masked_fill(~mask, 0.0)
+    _refuse_nan(entropy, first)
+    plan = make_plan(
+        base.logits,
+        tokens,
+        mask,
+        state.pairs,
+        forms=settings.forms,
+        epsilon=settings.epsilon,
+        directions=settings.directions,
+        samples=settings.samples,
+        seed=settings.seed,
+        interchangeable=getattr(forward.model, "interchangeable_tokens", ()),
+    )
+    if progress is not None:
+        progress(len(tokens))
+    shape = state.pairs.shape
+    directed = {form: torch.zeros(shape, device=tokens.device) for form in settings.forms}
+    spread = {form: torch.zeros(shape, device=tokens.device) for form in settings.forms}
+    groups = _groups(plan)
+    done = 0
+    while done < len(groups):
+        most = forward.batch_size(tokens.shape[1])
+        batch = _fill(groups[done:], most)
+        try:
+            found = _run(forward, state, base.logits, entropy, batch, settings)
+        except torch.OutOfMemoryError:
+            forward.shrink(min(most, sum(len(group.probes) for group in batch)), tokens.shape[1])
+            continue
+        for group, columns, values, errors in found:
+            for form in settings.forms:
+                directed[form][group.row, group.position, columns] = values[form]
+                if errors is not None:
+                    spread[form][group.row, group.position, columns] = errors[form]
+        if progress is not None:
+            progress(sum(len(group.probes) for group in batch))
+        done += len(batch)
+    for form in settings.forms:
+        for matrix in (directed[form], spread[form]):
+            _refuse_nan(matrix.masked_fill_(~state.pairs, 0.0), first)
+    passes = 1 + plan.probes.sum(dim=(1, 2))
+    error = {form: plan.error[form] for form in settings.forms}
+    return Probe(directed, error, spread, mask, state.pairs, plan.known, entropy, passes, base.hidden)
+
+
+def _groups(plan: Plan) -> list[_Group]:
+    """The plan position by position."""
+    counts = plan.values.sum(dim=-1)
+    probed = counts > 0
+    rows, positions, values = plan.values.nonzero().unbind(dim=1)
+    # The rank of a value's probe among the probes of its position.
+    place = (plan.probes.long().cumsum(dim=-1) - 1)[rows, positions, plan.twin[rows, values]]
+    sizes = counts[probed].tolist()
+    columns = (
+        *(part.tolist() for part in (*probed.nonzero().unbind(dim=1), plan.kept[probed], plan.drawn[probed])),
+        values.split(sizes),
+        plan.weights[rows, positions, values].split(sizes),
+        plan.probes.nonzero()[:, 2].split(plan.probes.sum(dim=-1)[probed].tolist()),
+        place.split(sizes),
+    )
+    return [_Group(*fields) for fields in zip(*columns, strict=True)]
+
+
+def _fill(groups: Sequence[_Group], most: int) -> Sequence[_Group]:
+    """As many of the first groups as make at most `most` probes and values; one at least."""
+    total = count = 0
+    for group in groups:
+        total += len(group.values)
+        if count and total > most:
+            break
+        count += 1
+    return groups[:count]
+
+
+class _Reading(NamedTuple):
+    """What the probes of a position say of some columns: per form values [n], and standard errors of what was drawn."""
+
+    group: _Group
+    columns: slice
+    values: dict[Form, Tensor]
+    errors: dict[Form, Tensor] | None
+
+
+def _run(
+    forward: Forward, state: _State, base: Tensor, entropy: Tensor, batch: Sequence[_Group], settings: _Settings
+) -> list[_Reading]:
+    """Run the probes of some positions."""
+    groups = [(group, _columns(group.position, state.tokens.shape[1], settings.window)) for group in batch]
+    if len(batch[0].values) > forward.batch_size(state.tokens.shape[1]):
+        ((group, columns),) = groups
+        here = base[group.row, columns], entropy[group.row, columns]
+        if group.drawn:
+            logits = torch.cat([logits for _, logits in _pieces(forward, state, group, columns)])
+            return [_read_sample(group, columns, logits, *here, settings)]
+        return [_read_in_pieces(forward, state, group, columns, *here, settings)]
+    rows = torch.tensor([group.row for group, _ in groups for _ in group.probes], device=base.device)
+    positions = torch.tensor([group.position for group, _ in groups for _ in group.probes], device=base.device)
+    logits = _answers(forward, state, rows, positions, torch.cat([group.probes for group, _ in groups]))
+    found = []
+    for (group, columns), part in zip(groups, logits.split([len(group.probes) for group, _ in groups]), strict=True):
+        read = _read_sample if group.drawn else _read
+        here = base[group.row, columns], entropy[group.row, columns]
+        found.append(read(group, columns, part[:, columns], *here, settings))
+    return found
+
+
+def _columns(position: int, length: int, window: int | None) -> slice:
+    return slice(0, length) if window is None else slice(max(0, position - window), position + window + 1)
+
+
+def _answers(forward: Forward, state: _State, rows: Tensor, positions: Tensor, values: Tensor) -> Tensor:
+    """Logits [Q, N, V] of Q probes."""
+    probes = state.tokens[rows].scatter_(1, positions.unsqueeze(-1), values.unsqueeze(-1))
+    return forward(probes, None if state.attention_mask is None else state.attention_mask[rows]).logits
+
+
+def _pieces(forward: Forward, state: _State, group: _Group, columns: slice) -> Iterator[tuple[int, Tensor]]:
+    """The answers [R', n, V] to a position with too many probes for one batch, and the number of the first one."""
+    size = forward.batch_size(state.tokens.shape[1])
+    for first in range(0, len(group.probes), size):
+        values = group.probes[first : first + size]
+        rows, positions = torch.full_like(values, group.row), torch.full_like(values, group.position)
+        yield first, _answers(forward, state, rows, positions, values)[:, columns]
+
+
+def _read(
+    group: _Group, columns: slice, logits: Tensor, base: Tensor, entropy: Tensor, settings: _Settings
+) -> _Reading:
+    """Reduce the answers [R, n, V] to a position's probes, without a temporary of their size."""
+    answers, shares = group.answers(logits, 0)
+    weights = shares.unsqueeze(-1).expand(answers.shape[:-1])
+    values: dict[Form, Tensor] = {}
+    if "kl" in settings.forms:
+        values["kl"] = ops.expected_kl(answers, weights, base) * group.kept
+    if settings.forms != ("kl",):
+        conditional = ops.expected_entropy(answers, weights)
+        values["entropy"] = entropy - conditional
+    if "joint" in settings.forms:
+        values["joint"] = (ops.mixture_entropy(answers, weights) - conditional).clamp(min=0) * group.kept
+    return _Reading(group, columns, values, None)
+
+
+def _read_in_pieces(
+    forward: Forward,
+    state: _State,
+    group: _Group,
+    columns: slice,
+    base: Tensor,
+    entropy: Tensor,
+    settings: _Settings,
+) -> _Reading:
+    """`_read` of a position with too many probes for one batch: sums, and the mixture itself, over batches."""
+    kl, conditional, mixture = torch.zeros_like(entropy), torch.zeros_like(entropy), torch.zeros_like(base)
+    for first, logits in _pieces(forward, state, group, columns):
+        answers, shares = group.answers(logits, first)
+        weights = shares.unsqueeze(-1).expand(answers.shape[:-1])
+        kl += ops.expected_kl(answers, weights, base)
+        conditional += ops.expected_entropy(answers, weights)
+        mixture += torch.einsum("k,knv->nv", shares.to(answers.dtype), answers.softmax(dim=-1))
+    joint = (ops.entropy(mixture.log()) - conditional).clamp(min=0)
+    values: dict[Form, Tensor] = {
+        "joint": joint * group.kept,
+        "entropy": entropy - conditional,
+        "kl": kl * group.kept,
+    }
+    return _Reading(group, columns, values, None)
+
+
+def _read_sample(
+    group: _Group, columns: slice, logits: Tensor, base: Tensor, entropy: Tensor, settings: _Settings
+) -> _Reading:
+    """`_read` of values drawn at random: means over the draws, with their standard errors.
+
+    The joint form is the mean of KL(q_v || m), m the mean of the q_v drawn; that m moves with every draw changes the mean
+    in second order only, so its standard error is that of the terms.
+    """
+    answers, shares = group.answers(logits, 0)
+    mixture = torch.einsum("k,knv->nv", shares.to(answers.dtype), answers.softmax(dim=-1)).log()
+    terms: dict[Form, Tensor] = {
+        "joint": ops.kl_divergence(answers, mixture.expand_as(answers)),
+        "entropy": entropy - ops.entropy(answers),
+        "kl": ops.kl_divergence(answers, base.expand_as(answers)),
+    }
+    weights = shares.unsqueeze(-1).float()
+    assert settings.samples is not None  # else nothing is drawn
+    values = {form: (weights * each).sum(dim=0) for form, each in terms.items()}
+    errors = {
+        form: ((weights * (each - values[form]).square()).sum(dim=0) / (settings.samples - 1)).sqrt()
+        for form, each in terms.items()
+    }
+    own = entropy[group.position - (columns.start or 0)]
+    values["joint"] = values["joint"].minimum(own)  # the draws may be more even than p; I <= H(X_i)
+    return _Reading(group, columns, values, errors)
+
+
+def _refuse_nan(values: Tensor, first: int) -> None:
+    """Raise ValueError that names the first sequence and position [B, N, ...] whose value is NaN."""
+    if bool(values.isnan().any()):
+        row, position = values.isnan().nonzero()[0, :2].tolist()
+        raise ValueError(
+            f"probe_mi: the model's logits give no distribution (NaN, +inf, or -inf everywhere) at or given "
+            f"sequence {first + row}, position {position}"
+        )
+
+
+def _join(parts: Sequence[Probe]) -> Probe:
+    """Probes of one batch after the other as one."""
+
+    def together(field: str) -> Tensor:
+        return torch.cat([getattr(part, field) for part in parts])
+
+    def per_form(field: str) -> dict[Form, Tensor]:
+        return {form: torch.cat([getattr(part, field)[form] for part in parts]) for form in parts[0].directed}
+
+    return Probe(
+        per_form("directed"),
+        per_form("error"),
+        per_form("standard_error"),
+        *(together(field) for field in ("mask", "pairs", "known", "entropy", "passes", "hidden")),
+    )
+
+
+def _check(
+    tokens: Tensor,
+    mask: Tensor | None,
+    attention_mask: Tensor | None,
+    pairs: Tensor | None,
+    forms: Sequence[Form],
+    epsilon: float,
+    directions: Directions,
+    window: int | None,
+    samples: int | None,
+    batch_size: int,
+    precision: Precision,
+) -> None:
     if tokens.ndim != 2 or tokens.dtype != torch.int64:
         raise ValueError(f"probe_mi: tokens must be [B, N] int64, got shape {tuple(tokens.shape)} {tokens.dtype}")
     for name, given in (("mask", mask), ("attention_mask", attention_mask)):
@@ -195,132 +579,16 @@ def probe_mi(
                 f"probe_mi: {name} must be {tuple(tokens.shape)} bool like tokens, "
                 f"got shape {tuple(given.shape)} {given.dtype}"
             )
+    square = (*tokens.shape, tokens.shape[1])
+    if pairs is not None and (pairs.shape != square or pairs.dtype != torch.bool or not pairs.equal(pairs.mT)):
+        raise ValueError(f"probe_mi: pairs must be {square} bool and symmetric, got {tuple(pairs.shape)} {pairs.dtype}")
+    if not forms or any(form not in FORMS for form in forms):
+        raise ValueError(f"probe_mi: forms must be some of {', '.join(FORMS)}, got {forms!r}")
     if not epsilon >= 0:
         raise ValueError(f"probe_mi: epsilon must be >= 0 nats, got {epsilon}")
-    if batch_size < 1:
-        raise ValueError(f"probe_mi: batch_size must be at least 1, got {batch_size}")
-
-    if mask is None:
-        mask = tokens == model.mask_token_id
-    if attention_mask is not None:
-        mask = mask & attention_mask
-    tokens = tokens.masked_fill(mask, model.mask_token_id)
-    forms: tuple[Form, ...] = FORMS if epsilon == 0 else ("joint",)
-    directed = {form: torch.zeros(*tokens.shape, tokens.shape[1], device=tokens.device) for form in forms}
-    if not len(tokens):
-        nothing = torch.zeros(tokens.shape, device=tokens.device)
-        return Probe(directed, mask, nothing, nothing, tokens.new_zeros(0))
-    base = _logits(model, tokens, attention_mask, batch_size)
-    entropy = ops.entropy(base).masked_fill(~mask, 0.0)
-    _refuse_nan(entropy)
-
-    keep, weights, bound = _plan(base, mask, entropy, epsilon)
-    passes = 1 + keep.sum(dim=(1, 2))
-    if progress is not None:
-        progress(len(tokens))
-    for rows, positions, ranks, values in _batches(keep, batch_size):
-        probes = tokens[rows[ranks]]
-        probes.scatter_(1, positions[ranks].unsqueeze(-1), values.unsqueeze(-1))
-        answers = _logits(model, probes, None if attention_mask is None else attention_mask[rows[ranks]], batch_size)
-        if progress is not None:
-            progress(len(probes))
-        _reduce(directed, answers, weights, base, rows, positions, ranks, values)
-    pairs = masked_pairs(mask)
-    for matrix in directed.values():
-        _refuse_nan(matrix.masked_fill_(~pairs, 0.0))
-    return Probe(directed, mask, entropy, bound, passes)
-
-
-def _logits(
-    model: MaskedModel, tokens: torch.Tensor, attention_mask: torch.Tensor | None, batch_size: int
-) -> torch.Tensor:
-    """Logits [Q, N, V] of Q sequences, batch_size in one forward pass."""
-    if attention_mask is None:
-        return torch.cat([model(part).logits for part in tokens.split(batch_size)])
-    parts = zip(tokens.split(batch_size), attention_mask.split(batch_size), strict=True)
-    return torch.cat([model(part, visible).logits for part, visible in parts])
-
-
-def _refuse_nan(values: torch.Tensor) -> None:
-    """Raise ValueError that names the first sequence and position [B, N, ...] whose value is NaN."""
-    if bool(values.isnan().any()):
-        row, position = values.isnan().nonzero()[0, :2].tolist()
-        raise ValueError(
-            f"probe_mi: the model's logits give no distribution (NaN, +inf, or -inf everywhere) at or given "
-            f"sequence {row}, position {position}"
-        )
-
-
-def _plan(
-    base: torch.Tensor, mask: torch.Tensor, entropy: torch.Tensor, epsilon: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which (row, position, value) to probe [B, N, V] bool, their weights [B, N, V], the error [B, N] of each row."""
-    vocabulary = base.shape[-1]
-    probability = base.double().softmax(dim=-1)
-    ascending, order = probability.sort(dim=-1)
-    tail = ascending.cumsum(dim=-1)
-    error = _binary_entropy(tail) + tail * math.log(vocabulary)
-    dropped = (error <= epsilon) & (tail < 0.5)
-    drop = torch.zeros_like(dropped).scatter(-1, order, dropped) | (probability == 0)
-    # With one possible value nothing can be learned in "joint" form; the others still read how the model drifts.
-    probed = mask & (entropy > epsilon) if epsilon > 0 else mask
-    keep = ~drop & probed.unsqueeze(-1)
-    weights = probability * keep
-    weights = (weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)).float()
-    bound = torch.where(probed, (error * dropped).amax(dim=-1).float(), entropy)
-    return keep, weights, bound.masked_fill(~mask, 0.0)
-
-
-def _binary_entropy(p: torch.Tensor) -> torch.Tensor:
-    entropy: torch.Tensor = torch.special.entr(p) + torch.special.entr((1 - p).clamp(min=0))
-    return entropy
-
-
-def _batches(
-    keep: torch.Tensor, batch_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Cut the plan into runs of whole (row, position) groups of about batch_size probes.
-
-    Yields rows [G], positions [G] of the groups, then ranks [Q] (which group) and values [Q] of the probes.
-    """
-    counts = keep.sum(dim=-1)
-    groups = counts.nonzero()
-    if not len(groups):
-        return
-    sizes = counts[groups[:, 0], groups[:, 1]]
-    run = (sizes.cumsum(0) - 1) // max(batch_size, int(sizes.max()))
-    for part in groups.split(torch.bincount(run).tolist()):
-        if len(part):
-            rows, positions = part.unbind(dim=1)
-            ranks, values = keep[rows, positions].nonzero().unbind(dim=1)
-            yield rows, positions, ranks, values
-
-
-def _reduce(
-    directed: dict[Form, torch.Tensor],
-    answers: torch.Tensor,
-    weights: torch.Tensor,
-    base: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    ranks: torch.Tensor,
-    values: torch.Tensor,
-) -> None:
-    """Turn the answers [Q, N, V] to the probes of G whole groups into G rows of every directed matrix."""
-    counts = torch.bincount(ranks, minlength=len(rows))
-    slot = torch.arange(len(ranks), device=ranks.device) - (counts.cumsum(0) - counts)[ranks]
-    width = int(counts.max())
-    length, vocabulary = answers.shape[1:]
-    logits = answers.new_zeros(width, len(rows), length, vocabulary)
-    logits[slot, ranks] = answers
-    share = weights.new_zeros(width, len(rows))
-    share[slot, ranks] = weights[rows[ranks], positions[ranks], values]
-    share = share.unsqueeze(-1).expand(width, len(rows), length)
-    conditional = ops.expected_entropy(logits, share)
-    for form, matrix in directed.items():
-        if form == "joint":
-            matrix[rows, positions] = (ops.mixture_entropy(logits, share) - conditional).clamp(min=0)
-        elif form == "entropy":
-            matrix[rows, positions] = ops.entropy(base[rows]) - conditional
-        else:
-            matrix[rows, positions] = ops.expected_kl(logits, share, base[rows])
+    for name, choice, choices in (("directions", directions, Directions), ("precision", precision, Precision)):
+        if choice not in get_args(choices):
+            raise ValueError(f"probe_mi: {name} must be one of {', '.join(get_args(choices))}, got {choice!r}")
+    for name, number, least in (("window", window, 0), ("samples", samples, 2), ("batch_size", batch_size, 1)):
+        if number is not None and number < least:
+            raise ValueError(f"probe_mi: {name} must be at least {least}, got {number}")

@@ -1,26 +1,40 @@
-"""Labels on disk: shards that are written whole, so that an interrupted run goes on where it was."""
+"""Labels on disk: shards that are written whole, so that an interrupted run goes on where it was.
+
+A folder holds `labels.json`, which says of which model, with which settings and of which sequences the labels are, and
+`labels-NNNNN.safetensors`, each of so many sequences. A shard is whole or absent and depends on nothing but those
+settings, so several processes may fill one folder: each makes every n-th shard, and whoever is lost costs the shard it
+was at. Nothing is exchanged between them.
+
+Sequences of one shard that have the same length are labelled together: nothing needs padding.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
+from mdmi_fast import __version__
 from mdmi_fast.files import replace_file
-from mdmi_fast.labels.probe import Form, label_mi
+from mdmi_fast.labels.forward import Forward, Precision
+from mdmi_fast.labels.masking import Masking
+from mdmi_fast.labels.plan import FORMS, Directions, Form
+from mdmi_fast.labels.probe import Probe, probe_mi
 from mdmi_fast.models import MaskedModel
 
 INDEX_FILE = "labels.json"
 
 
 class LabelSet(NamedTuple):
-    """Labelled states of one model.
+    """Labelled states of one model and one length.
 
     Attributes:
         tokens: [S, N] int64, the mask token where masked.
@@ -35,98 +49,204 @@ class LabelSet(NamedTuple):
     entropy: Tensor
 
 
+class LabelledState(NamedTuple):
+    """One labelled state, its masked pairs packed.
+
+    Attributes:
+        tokens: [N] int64, the mask token where masked.
+        positions: [M] int64, the masked positions.
+        entropy: [M] float32, nats.
+        pairs: [Q, 2] int64, positions i < j of the pairs that were asked for.
+        mi: form -> [Q] float32, nats.
+        bound: form -> [Q] float32, the most that an entry differs from full probing.
+        standard_error: form -> [Q] float32, of entries that rest on values drawn at random; 0 elsewhere.
+        hidden: [M, D] float32, the hidden states of the masked positions, if the folder keeps them.
+        passes: forward passes.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    entropy: Tensor
+    pairs: Tensor
+    mi: dict[Form, Tensor]
+    bound: dict[Form, Tensor]
+    standard_error: dict[Form, Tensor]
+    hidden: Tensor | None
+    passes: int
+
+    def dense(self, form: Form) -> Tensor:
+        """[N, N] float32, symmetric, 0 where there is no label."""
+        matrix = torch.zeros(len(self.tokens), len(self.tokens))
+        first, second = self.pairs.unbind(dim=1)
+        matrix[first, second] = matrix[second, first] = self.mi[form]
+        return matrix
+
+
 def write_labels(
     model: MaskedModel,
-    tokens: Tensor,
+    tokens: Tensor | Sequence[Tensor],
     folder: str | Path,
     *,
-    form: Form = "joint",
+    forms: Sequence[Form] = ("joint",),
     epsilon: float = 0.0,
+    directions: Directions = "both",
+    window: int | None = None,
+    samples: int | None = None,
+    masking: Masking | None = None,
+    seed: int = 0,
+    hidden: bool = False,
     shard_size: int = 100,
-    batch_size: int = 512,
+    batch_tokens: int = 1 << 16,
+    precision: Precision = "fp32",
+    rank: int = 0,
+    world_size: int = 1,
     provenance: dict[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
     """Label states (masked where they hold the mask token) into a folder of shards; finished ones are kept.
 
-    A run that was interrupted is finished by the same call; one run at a time in a folder.
+    A run that was interrupted is finished by the same call.
 
     Args:
-        model: the frozen model.
-        tokens: [S, N] int64, the same states in every run of one folder.
+        model: the frozen model; tokens are moved to the device of its parameters.
+        tokens: [S, N] int64, or S tensors [N] of any lengths; the same in every run of one folder.
         folder: where; made if it does not exist.
-        form: as for `label_mi`.
-        epsilon: nats, as for `label_mi`.
-        shard_size: states a file.
-        batch_size: sequences in one forward pass.
-        provenance: what a reader should know of the states and the model, as JSON can hold it; kept in the index.
-        progress: called with the number of states just finished, those of earlier runs included.
+        forms: the readings to keep, of one run of probes.
+        epsilon: nats that an entry of each of these forms may be wrong by, as all that follows as for `probe_mi`.
+        directions: "both" ends of a pair are read, or "one" where that saves passes.
+        window: only pairs at most so many positions apart.
+        samples: draw so many values where more are needed.
+        masking: how to mask the sequences, which then hold no mask token; None: they are states.
+        seed: of the masking and of the samples.
+        hidden: keep the hidden states of masked positions.
+        shard_size: sequences a file.
+        batch_tokens: tokens of one forward pass; halved when memory runs out.
+        precision: of the forward pass, "fp32" or "bf16".
+        rank: which one this is of the processes that fill the folder.
+        world_size: how many they are.
+        provenance: what a reader should know of the sequences and the model, as JSON can hold it; kept in the index.
+        progress: called with the number of sequences just finished by this process, those of earlier runs included.
 
     Returns:
-        The forward passes of this run.
+        The forward passes of this run and process, those of the masking not counted.
 
     Raises:
-        ValueError: if there are no states, or the folder holds labels made with other settings or of other states.
+        ValueError: if there are no sequences, a number is out of range, or the folder holds labels made with other settings,
+            of another model or of other sequences.
+
+    Numerics:
+        The same settings give the same bytes on any number of processes and after any interruption, if the model's
+        answers do not depend on the batch and a batch holds all values of a position.
     """
-    if tokens.ndim != 2 or tokens.dtype != torch.int64 or not len(tokens):
-        raise ValueError(f"write_labels: tokens must be [S, N] int64, S >= 1, got {tuple(tokens.shape)} {tokens.dtype}")
-    if shard_size < 1:
-        raise ValueError(f"write_labels: shard_size must be at least 1, got {shard_size}")
+    sequences = list(tokens)
+    if not sequences or any(x.ndim != 1 or x.dtype != torch.int64 or not len(x) for x in sequences):
+        raise ValueError("write_labels: tokens must be [S, N] int64, or S tensors [N] int64, S >= 1, N >= 1")
+    if not forms or any(form not in FORMS for form in forms):
+        raise ValueError(f"write_labels: forms must be some of {', '.join(FORMS)}, got {forms!r}")
+    if min(shard_size, batch_tokens, world_size) < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            "write_labels: shard_size, batch_tokens and world_size must be at least 1 and rank below world_size, "
+            f"got {shard_size}, {batch_tokens}, {world_size} and {rank}"
+        )
     folder = Path(folder)
     settings: dict[str, Any] = {
-        "form": form,
+        "model": describe_model(model),
+        "layer": layer_of(model),
+        "forms": [form for form in FORMS if form in forms],
         "epsilon": epsilon,
+        "directions": directions,
+        "window": window,
+        "samples": samples,
+        "masking": repr(masking) if masking is not None else None,
+        "seed": seed,
+        "hidden": hidden,
+        "precision": precision,
         "shard_size": shard_size,
-        "states": list(tokens.shape),
-        "fingerprint": _fingerprint(tokens),
+        "sequences": len(sequences),
+        "fingerprint": _fingerprint(sequences),
+        "versions": {"mdmi_fast": __version__, "torch": version("torch")},
         "provenance": provenance or {},
     }
-    text = json.dumps(settings, indent=2) + "\n"
-    index = folder / INDEX_FILE
-    if index.exists():
-        kept, asked = _read_index(folder), json.loads(text)
-        if kept != asked:
-            changed = [key for key in asked if kept.get(key) != asked[key]]
-            raise ValueError(f"{folder}: holds labels made with another {', '.join(changed)}; choose another folder")
-        for leftover in folder.glob(".labels*"):
-            leftover.unlink()
-    else:
-        with replace_file(index) as temporary:
-            temporary.write_text(text)
+    _open(folder, settings)
+    forward = Forward(model, batch_tokens, precision)
+    device = next((x.device for x in _tensors(model).values()), torch.device("cpu"))
+
+    def label(batch: Tensor, numbers: Sequence[int]) -> list[LabelledState]:
+        batch = (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
+        if masking is not None:
+            batch = masking(model, batch, [_seed(seed, number) for number in numbers])
+        probe = probe_mi(
+            forward,
+            batch,
+            forms=forms,
+            epsilon=epsilon,
+            directions=directions,
+            window=window,
+            samples=samples,
+            seed=seed,
+        )
+        return _unpack(batch, probe, hidden=hidden, window=window)
+
     passes = 0
-    for number, part in enumerate(tokens.split(shard_size)):
-        path = _shard(folder, number)
+    for shard in range(rank, -(-len(sequences) // shard_size), world_size):
+        numbers = range(shard * shard_size, min((shard + 1) * shard_size, len(sequences)))
+        path = _shard(folder, shard)
+        for leftover in folder.glob(f".{path.name}.*"):
+            leftover.unlink()
         if not path.exists():
-            labels = label_mi(model, part, form=form, epsilon=epsilon, batch_size=batch_size)
-            passes += int(labels.passes.sum())
+            states = _label_by_length(sequences, numbers, forward, label)
+            passes += sum(state.passes for state in states)
             with replace_file(path) as temporary:
-                save_file(
-                    {"tokens": part.contiguous(), "mi": labels.mi.contiguous(), "entropy": labels.entropy.contiguous()},
-                    temporary,
-                )
+                save_file(_pack(states), temporary)
         if progress is not None:
-            progress(len(part))
+            progress(len(numbers))
     return passes
 
 
-def read_labels(folder: str | Path, *, mask_token_id: int) -> LabelSet:
-    """Read a folder of labels.
+def _label_by_length(
+    sequences: Sequence[Tensor],
+    numbers: Sequence[int],
+    forward: Forward,
+    label: Callable[[Tensor, Sequence[int]], list[LabelledState]],
+) -> list[LabelledState]:
+    """Label the sequences of these numbers, those of one length together."""
+    found: dict[int, LabelledState] = {}
+    for length in sorted({len(sequences[number]) for number in numbers}):
+        left = [number for number in numbers if len(sequences[number]) == length]
+        while left:
+            now = left[: forward.batch_size(length)]
+            try:
+                states = label(torch.stack([sequences[number] for number in now]), now)
+            except torch.OutOfMemoryError:
+                forward.shrink(len(now), length)
+                continue
+            found.update(zip(now, states, strict=True))
+            left = left[len(now) :]
+    return [found[number] for number in numbers]
+
+
+def stream_labels(folder: str | Path, *, model: MaskedModel | None = None) -> Iterator[LabelledState]:
+    """Read a folder of labels state by state, one shard in memory at a time.
 
     Args:
         folder: as `write_labels` filled it.
-        mask_token_id: the model's.
+        model: the model that the labels must be of, None: whichever they are of.
 
-    Returns:
-        All states, in the order they were given.
+    Yields:
+        The states in the order of their sequences.
 
     Raises:
         FileNotFoundError: if it holds no labels.
-        ValueError: if a shard is missing (the run was interrupted: run it again) or damaged.
+        ValueError: if a shard is missing (the run was interrupted: run it again) or damaged, or the labels are of another
+            model or layer.
     """
     folder = Path(folder)
     settings = _read_index(folder)
-    count = -(-settings["states"][0] // settings["shard_size"])
-    shards = []
+    if model is not None:
+        for what, here in (("model", describe_model(model)), ("layer", layer_of(model))):
+            if settings[what] != here:
+                raise ValueError(f"{folder}: holds labels of another {what}: {settings[what]}, got {here}")
+    count = -(-settings["sequences"] // settings["shard_size"])
     for number in range(count):
         path = _shard(folder, number)
         if not path.exists():
@@ -134,18 +254,105 @@ def read_labels(folder: str | Path, *, mask_token_id: int) -> LabelSet:
                 f"{folder}: {path.name} of {count} shards is missing; run the labelling again to finish it"
             )
         try:
-            shard = load_file(path)
-            shards.append([shard[key] for key in ("tokens", "mi", "entropy")])
-        except (SafetensorError, KeyError) as error:
+            with safe_open(path, "pt") as file:
+                shard = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+            states = list(_read_shard(shard, settings))
+        except (SafetensorError, KeyError, RuntimeError) as error:
             raise ValueError(f"{path}: damaged ({error}); delete it and run the labelling again") from error
-    tokens, mi, entropy = (torch.cat(field) for field in zip(*shards, strict=True))
-    if _fingerprint(tokens) != settings["fingerprint"]:
-        raise ValueError(f"{folder}: the shards hold other states than {INDEX_FILE} says; label into an empty folder")
+        first = number * settings["shard_size"]
+        if len(states) != min(settings["shard_size"], settings["sequences"] - first):
+            raise ValueError(
+                f"{path}: holds {len(states)} states, other than {INDEX_FILE} says; delete it and run again"
+            )
+        yield from states
+
+
+def read_labels(
+    folder: str | Path, *, mask_token_id: int, form: Form | None = None, model: MaskedModel | None = None
+) -> LabelSet:
+    """Read a folder of labels of states of one length at once.
+
+    Args:
+        folder: as `write_labels` filled it.
+        mask_token_id: the model's.
+        form: which reading; None: the first one that the folder keeps.
+        model: the model that the labels must be of, None: whichever they are of.
+
+    Returns:
+        All states, in the order they were given.
+
+    Raises:
+        FileNotFoundError: if it holds no labels.
+        ValueError: as `stream_labels`, or if the lengths differ or the form was not kept.
+    """
+    kept = _read_index(Path(folder))["forms"]
+    form = form or kept[0]
+    if form not in kept:
+        raise ValueError(f"{folder}: holds the forms {', '.join(kept)}, got form={form!r}")
+    states = list(stream_labels(folder, model=model))
+    lengths = sorted({len(state.tokens) for state in states})
+    if len(lengths) > 1:
+        raise ValueError(f"{folder}: holds lengths {lengths[0]} to {lengths[-1]}; read them with stream_labels")
+    tokens = torch.stack([state.tokens for state in states])
+    entropy = torch.zeros(tokens.shape)
+    for row, state in enumerate(states):
+        entropy[row, state.positions] = state.entropy
+    mi = torch.stack([state.dense(form) for state in states])
     return LabelSet(tokens, tokens == mask_token_id, mi, entropy)
 
 
-def _shard(folder: Path, number: int) -> Path:
-    return folder / f"labels-{number:05d}.safetensors"
+def describe_model(model: MaskedModel) -> dict[str, Any]:
+    """What tells one model from another: its class, its plain attributes, and a hash of all its weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(_tensors(model).items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    plain = {name: value for name, value in vars(model).items() if type(value) in (int, float, str) and name[0] != "_"}
+    return {"class": type(model).__qualname__, **dict(sorted(plain.items())), "weights": digest.hexdigest()}
+
+
+def layer_of(model: MaskedModel) -> Any:
+    """The layers of the hidden state, for models that offer a choice; None for others."""
+    layers = getattr(model, "layers", None)
+    return list(layers) if isinstance(layers, (tuple, list)) else layers
+
+
+def _tensors(model: Any) -> dict[str, Tensor]:
+    """The tensors that a model answers with: a module's parameters and buffers, or the attributes of another object."""
+    if isinstance(model, torch.nn.Module):
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found = {name: value for name, value in vars(model).items() if isinstance(value, Tensor)}
+    for name, value in vars(model).items():
+        if isinstance(value, torch.nn.Module):
+            found.update({f"{name}.{inner}": tensor for inner, tensor in _tensors(value).items()})
+    return found
+
+
+def _seed(seed: int, index: int) -> int:
+    """Of one sequence, from the seed of all."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:7], "little")
+
+
+def _fingerprint(sequences: Sequence[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for sequence in sequences:
+        digest.update(f"{len(sequence)} ".encode())
+        digest.update(sequence.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _open(folder: Path, settings: dict[str, Any]) -> None:
+    """Begin a folder, or make sure that it was begun with the same settings."""
+    text = json.dumps(settings, indent=2) + "\n"
+    index = folder / INDEX_FILE
+    if not index.exists():
+        with replace_file(index) as temporary:
+            temporary.write_text(text)
+        return
+    kept, asked = _read_index(folder), json.loads(text)
+    changed = [key for key in asked if kept.get(key) != asked[key]]
+    if changed:
+        raise ValueError(f"{folder}: holds labels made with another {', '.join(changed)}; choose another folder")
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
@@ -156,12 +363,74 @@ def _read_index(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder}: holds no labels ({INDEX_FILE} is missing)") from None
     except ValueError as error:
         raise ValueError(f"{path}: damaged: {error}") from error
-    if not isinstance(settings, dict) or not {"states", "shard_size", "fingerprint"} <= settings.keys():
+    needed = {"model", "layer", "forms", "window", "sequences", "shard_size"}
+    if not isinstance(settings, dict) or not needed <= settings.keys():
         raise ValueError(f"{path}: damaged: not the index of a folder of labels")
     return settings
 
 
-def _fingerprint(tokens: Tensor) -> int:
-    """A number that changes with any token, so that a resumed run notices other states."""
-    weight = torch.arange(1, tokens.numel() + 1, dtype=torch.int64)
-    return int(((tokens.cpu().flatten() + 1) * (weight * 2654435761 + 1)).sum())
+def _shard(folder: Path, number: int) -> Path:
+    return folder / f"labels-{number:05d}.safetensors"
+
+
+def _pair_index(positions: Tensor, window: int | None) -> Tensor:
+    """Pairs [Q, 2] of masked positions i < j, at most `window` apart: the order in which a shard holds them."""
+    first, second = torch.triu_indices(len(positions), len(positions), offset=1)
+    pairs = torch.stack([positions[first], positions[second]], dim=1)
+    return pairs if window is None else pairs[pairs[:, 1] - pairs[:, 0] <= window]
+
+
+def _unpack(tokens: Tensor, probe: Probe, *, hidden: bool, window: int | None) -> list[LabelledState]:
+    """A batch state by state, on the CPU."""
+    labels = {form: probe.labels(form) for form in probe.directed}
+    found = []
+    for row in range(len(tokens)):
+        positions = probe.mask[row].nonzero().squeeze(-1).cpu()
+        pairs = _pair_index(positions, window)
+        first, second = pairs.unbind(dim=1)
+        mi, bound, error = (
+            {form: getattr(each, field)[row].cpu()[first, second] for form, each in labels.items()}
+            for field in ("mi", "bound", "standard_error")
+        )
+        states = probe.hidden[row].float().cpu()[positions] if hidden else None
+        entropy, passes = probe.entropy[row].cpu()[positions], int(probe.passes[row])
+        found.append(LabelledState(tokens[row].cpu(), positions, entropy, pairs, mi, bound, error, states, passes))
+    return found
+
+
+def _pack(states: Sequence[LabelledState]) -> dict[str, Tensor]:
+    """A shard: every field of its states, one state after the other."""
+    shard = {
+        "lengths": torch.tensor([len(state.tokens) for state in states], dtype=torch.int32),
+        "masked": torch.tensor([len(state.positions) for state in states], dtype=torch.int32),
+        "passes": torch.tensor([state.passes for state in states]),
+        "tokens": torch.cat([state.tokens for state in states]).int(),
+        "positions": torch.cat([state.positions for state in states]).int(),
+        "entropy": torch.cat([state.entropy for state in states]),
+    }
+    for field in ("mi", "bound", "standard_error"):
+        for form in states[0].mi:
+            shard[f"{field}.{form}"] = torch.cat([getattr(state, field)[form] for state in states])
+    if states[0].hidden is not None:
+        shard["hidden"] = torch.cat([state.hidden for state in states if state.hidden is not None])
+    return shard
+
+
+def _read_shard(shard: dict[str, Tensor], settings: dict[str, Any]) -> Iterator[LabelledState]:
+    """The states that `_pack` put together."""
+    masked = shard["masked"].tolist()
+    positions = shard["positions"].long().split(masked)
+    pairs = [_pair_index(each, settings["window"]) for each in positions]
+    sizes = [len(each) for each in pairs]
+    per_pair = {
+        field: {form: shard[f"{field}.{form}"].split(sizes) for form in settings["forms"]}
+        for field in ("mi", "bound", "standard_error")
+    }
+    hidden = shard["hidden"].split(masked) if "hidden" in shard else [None] * len(masked)
+    tokens = shard["tokens"].long().split(shard["lengths"].tolist())
+    entropy, passes = shard["entropy"].split(masked), shard["passes"].tolist()
+    for row in range(len(masked)):
+        mi, bound, error = ({form: parts[row] for form, parts in forms.items()} for forms in per_pair.values())
+        yield LabelledState(
+            tokens[row], positions[row], entropy[row], pairs[row], mi, bound, error, hidden[row], passes[row]
+        )
