@@ -19,17 +19,18 @@ from mdmi_fast import evaluate_estimator, load_estimator, train_estimator
 from mdmi_fast.cli._options import plain
 from mdmi_fast.cli._report import as_dict
 from mdmi_fast.estimator import PairScorer, evaluate_splits
-from mdmi_fast.estimator.data import taken
+from mdmi_fast.estimator.data import Example, read_examples
 from mdmi_fast.estimator.plots import plot_evaluation
 from mdmi_fast.estimator.splits import BUILT
-from mdmi_fast.labels import Form, LabelSet, read_labels, write_labels
+from mdmi_fast.labels import Form, write_labels
 from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
-from mdmi_fast.tasks.sudoku.model import MASK_TOKEN, SudokuModel, load_model
+from mdmi_fast.tasks.sudoku.model import SudokuModel, load_model
 from mdmi_fast.tasks.sudoku.states import decoding_states
 from mdmi_fast.tasks.sudoku.train_estimator import EPOCHS, FEATURES, LAYERS, RATE, STEM, UNDERESTIMATION
 
 RESULTS = Path(__file__).parent / "results"
-EPSILON = {"joint": 0.002, "entropy": 0.0}
+EPSILON = 0.002
+"""Nats, of labels in the joint form, as in training; both forms together are probed in full."""
 HELD_OUT, SEED = 1000, 101
 """States that no training drew: its seeds are 1, 2 ..."""
 NOISE = 0.1
@@ -37,9 +38,12 @@ NOISE = 0.1
 NEW, REFINEMENT_EPOCHS = 300, 20
 
 
-def labels_of(model: SudokuModel, tokens: torch.Tensor, folder: Path, form: Form = "joint") -> LabelSet:
-    write_labels(model, tokens, folder, form=form, epsilon=EPSILON[form])
-    return read_labels(folder, mask_token_id=MASK_TOKEN)
+def labels_of(
+    model: SudokuModel, tokens: torch.Tensor, folder: Path, form: Form = "joint", *, epsilon: float = EPSILON
+) -> list[Example]:
+    forms: tuple[Form, ...] = ("joint",) if epsilon else ("joint", "entropy")
+    write_labels(model, tokens, folder, forms=forms, epsilon=epsilon)
+    return read_examples(folder, form, model=model)
 
 
 def held_out(folder: Path) -> dict[str, Any]:
@@ -49,7 +53,7 @@ def held_out(folder: Path) -> dict[str, Any]:
         model, estimator = load_model(strength), load_estimator(f"sudoku:{strength}")
         tokens = decoding_states(model, HELD_OUT, seed=SEED)
         for form in ("joint", "entropy"):
-            labels = labels_of(model, tokens, folder / f"held_out_{strength}_{form}", form)
+            labels = labels_of(model, tokens, folder / f"held_out_{strength}", form, epsilon=0.0)
             found[f"{strength}, {form} form"] = as_dict(evaluate_estimator(estimator, model, labels))
     return found
 
@@ -58,7 +62,7 @@ def splits(folder: Path) -> dict[str, Any]:
     """The strong estimator in distribution, shifted and against an adversary, beside the baselines."""
     model = load_model("strong")
     tokens = decoding_states(model, HELD_OUT, seed=SEED)
-    sets = {"in distribution": labels_of(model, tokens, folder / "held_out_strong_joint")}
+    sets = {"in distribution": labels_of(model, tokens, folder / "held_out_strong", epsilon=0.0)}
     for name, build in BUILT.items():
         sets[name] = labels_of(model, build(model, tokens[:200]), folder / f"split_{name}")
     evaluation = evaluate_splits(load_estimator("sudoku"), model, sets)
@@ -80,13 +84,14 @@ def refinement(folder: Path) -> dict[str, Any]:
     unseen = labels_of(moved, decoding_states(moved, 500, seed=SEED), folder / "moved_unseen")
     new = labels_of(moved, decoding_states(moved, NEW, seed=1), folder / "moved_new")
     old = labels_of(original, decoding_states(original, 4000, seed=1), folder / "old")
-    before = labels_of(original, decoding_states(original, HELD_OUT, seed=SEED), folder / "held_out_strong_joint")
+    tokens = decoding_states(original, HELD_OUT, seed=SEED)
+    before = labels_of(original, tokens, folder / "held_out_strong", epsilon=0.0)
     recipe: dict[str, Any] = {"learning_rate": RATE, "underestimation": UNDERESTIMATION, "patience": REFINEMENT_EPOCHS}
 
     def judged(estimator: PairScorer) -> dict[str, Any]:
         return as_dict(evaluate_estimator(estimator, moved, unseen))
 
-    def refined(mixed: LabelSet | None) -> tuple[dict[str, Any], dict[str, Any], float]:
+    def refined(mixed: list[Example] | None) -> tuple[dict[str, Any], dict[str, Any], float]:
         start = time.process_time()
         estimator, _ = train_estimator(
             load_estimator("sudoku"), moved, new, old=mixed, epochs=REFINEMENT_EPOCHS, **recipe
@@ -97,7 +102,7 @@ def refinement(folder: Path) -> dict[str, Any]:
     kept = as_dict(evaluate_estimator(load_estimator("sudoku"), original, before))
     lost = judged(load_estimator("sudoku"))
     alone, alone_before, _ = refined(None)
-    mixed, mixed_before, seconds = refined(taken(old, torch.arange(1000)))
+    mixed, mixed_before, seconds = refined(old[:1000])
     torch.manual_seed(0)
     fresh = SudokuMIEstimator(features=FEATURES, stem=STEM, layers=LAYERS)
     train_estimator(fresh, moved, new, epochs=REFINEMENT_EPOCHS, **recipe)

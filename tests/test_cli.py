@@ -26,10 +26,10 @@ from torch import Tensor
 import mdmi_fast
 from mdmi_fast.cli import COMMANDS, _options, _progress, main
 from mdmi_fast.decode import policy_forms
+from mdmi_fast.estimator.network import identity
 from mdmi_fast.labels import FORMS
 from mdmi_fast.maps import MIMap
 from mdmi_fast.models import MaskedOutput, load_model
-from mdmi_fast.models.identity import model_hash
 from mdmi_fast.tasks.sudoku.puzzles import format_line, is_valid_board, random_boards, random_clues, test_puzzles
 
 PUZZLES = test_puzzles()
@@ -347,7 +347,7 @@ def test_train_reports_every_epoch_and_evaluate_reads_what_it_saved(run: Run, tr
     config = json.loads((out / "estimator.json").read_text(), parse_constant=lambda word: pytest.fail(word))
     assert "parameters (below the usual 50,000 to 500,000); 12 states" in text
     assert {"layers": [8, 4], "combine": "interaction", "rank": 4}.items() <= config["configuration"].items()
-    assert config["model_hash"] == model_hash(load_model("sudoku"))
+    assert config["trained_on"] == identity(load_model("sudoku"))
     assert config["provenance"].items() >= {"model": "sudoku", "form": "joint", "states": 12}.items()
     assert sorted(path.name for path in out.iterdir()) == ["estimator.json", "estimator.safetensors"]
     evaluate = ("evaluate", "--labels", trained / "labels", "--model", "sudoku", "--estimator", out, "--tau", 0.05)
@@ -376,23 +376,31 @@ def test_evaluate_takes_a_shifted_set_and_can_do_without_built_ones(run: Run, tr
     assert given["splits"]["shifted"] == alone["splits"]["in distribution"]
 
 
-def test_evaluate_refuses_another_model_unless_it_moved(run: Run, trained: Path) -> None:
-    labels = ("evaluate", "--labels", trained / "labels", "--model", "sudoku:weak", "--built", 0)
-    code, _, err = run(*labels, "--estimator", trained / "estimator")
-    assert code == 1
-    names = (model_hash(load_model("sudoku")), model_hash(load_model("sudoku:weak")))
-    assert all(f"hash {name}" in err for name in names)
-    assert run(*labels, "--estimator", trained / "estimator", "--moved-model")[0] == 0
+def test_labels_and_estimators_of_another_model_are_refused(run: Run, trained: Path, tmp_path: Path) -> None:
+    data = tmp_path / "states.txt"
+    data.write_text("".join(format_line(state) + "\n" for state in random_clues(random_boards(2, seed=9), 70, seed=9)))
+    weak = tmp_path / "weak"
+    assert run("label", "--model", "sudoku:weak", "--data", data, "--out", weak)[0] == 0
+    weights = [identity(load_model(name))["weights"] for name in ("sudoku", "sudoku:weak")]
+    evaluate = ("evaluate", "--model", "sudoku:weak", "--built", 0, "--estimator", trained / "estimator", "--labels")
+    for labels, reason in ((trained / "labels", "holds labels of another model"), (weak, "was trained on a model of")):
+        code, _, err = run(*evaluate, labels)
+        assert code == 1
+        assert reason in err
+        assert all(digest in err for digest in weights)
+    assert run(*evaluate, weak, "--moved-model")[0] == 0
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku:weak", "--out", tmp_path / "x")
+    assert "holds labels of another model" in run(*train)[2]
 
 
 def test_train_refines_with_old_labels_mixed_in(run: Run, trained: Path, tmp_path: Path) -> None:
-    train = ("train", "--labels", trained / "labels", "--model", "sudoku:weak", "--out", tmp_path / "refined")
-    code, text, _ = run(*train, "--from", "sudoku", "--old-labels", trained / "labels", "--epochs", 1)
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--out", tmp_path / "refined")
+    code, text, _ = run(*train, "--from", "sudoku:weak", "--old-labels", trained / "labels", "--epochs", 1)
     assert code == 0
-    assert "features 12" in text  # of the shipped one
+    assert "features 10" in text  # of the shipped one
     config = json.loads((tmp_path / "refined" / "estimator.json").read_text())
-    assert config["model_hash"] == model_hash(load_model("sudoku:weak"))
-    assert config["provenance"]["refined_from"] == "sudoku"
+    assert config["trained_on"] == identity(load_model("sudoku"))
+    assert config["provenance"]["refined_from"] == "sudoku:weak"
 
 
 def test_a_killed_training_goes_on_when_the_command_is_given_again(run: Run, trained: Path, tmp_path: Path) -> None:

@@ -17,10 +17,9 @@ from torch import Tensor
 from mdmi_fast import PairwiseMIEstimator, load_estimator, ops
 from mdmi_fast.decode import Step
 from mdmi_fast.estimator import PairScorer
-from mdmi_fast.estimator.network import CONFIG_FILE, WEIGHTS_FILE, Combine, Marginals, Output
+from mdmi_fast.estimator.network import CONFIG_FILE, WEIGHTS_FILE, Combine, Marginals, Output, identity
 from mdmi_fast.labels import label_mi, masked_pairs
 from mdmi_fast.models.exact import JointTable
-from mdmi_fast.models.identity import model_hash
 from mdmi_fast.ops import TokenStats
 from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import DIGIT_STATE, HIDDEN_WIDTH, load_model
@@ -308,7 +307,7 @@ def test_inference_mode_and_no_grad_share_an_estimator() -> None:
 @pytest.mark.parametrize("combine", COMBINES)
 def test_an_estimator_comes_back_from_its_folder(combine: Combine, tmp_path: Path) -> None:
     estimator, (hidden, mask) = make(combine, (6, 5, 4), output="identity"), batch()
-    estimator.provenance, estimator.model_hash = {"model": "none", "form": "joint"}, "0123"
+    estimator.provenance, estimator.trained_on = {"model": "none", "form": "joint"}, {"weights": "0123"}
     estimator.save_pretrained(tmp_path / "a" / "b")
     for loaded in (
         PairwiseMIEstimator.from_pretrained(tmp_path / "a" / "b"),
@@ -317,7 +316,7 @@ def test_an_estimator_comes_back_from_its_folder(combine: Combine, tmp_path: Pat
         assert isinstance(loaded, PairwiseMIEstimator)
         assert not loaded.training
         assert loaded.provenance == estimator.provenance
-        assert loaded.model_hash == "0123"
+        assert loaded.trained_on == {"weights": "0123"}
         assert loaded.configuration() == estimator.configuration()
         assert predict(loaded, hidden, mask).equal(predict(estimator, hidden, mask))
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
@@ -438,31 +437,19 @@ def test_the_wrong_width_is_an_error_that_names_both() -> None:
 
 
 def test_the_wrong_model_is_an_error_that_names_both() -> None:
-    fair, loaded = torch.ones(2, 2), torch.tensor([[0.9, 0.1], [0.1, 0.9]])
-    estimator = PairwiseMIEstimator(JointTable(fair).hidden_size, layers=(4,))
-    estimator.check_model(JointTable(loaded))  # of unknown origin
-    estimator.model_hash = model_hash(JointTable(fair))
-    estimator.provenance = {"model": "two coins"}
-    estimator.check_model(JointTable(fair))
-    hashes = (
-        f"hash {estimator.model_hash} .trained on two coins., got JointTable with hash {model_hash(JointTable(loaded))}"
-    )
-    with pytest.raises(ValueError, match=hashes):
-        estimator.check_model(JointTable(loaded))
-    with pytest.raises(ValueError, match=r"states of width 4 .trained on two coins., got a model whose width is 6"):
+    fair, loaded = JointTable(torch.ones(2, 2)), JointTable(torch.tensor([[0.9, 0.1], [0.1, 0.9]]))
+    estimator = PairwiseMIEstimator(fair.hidden_size, layers=(4,))
+    estimator.check_model(loaded)  # of unknown origin
+    estimator.trained_on = identity(fair)
+    estimator.check_model(JointTable(torch.ones(2, 2)))
+    weights = [identity(model)["weights"] for model in (fair, loaded)]
+    with pytest.raises(ValueError, match=f"on a model of weights {weights[0]}, got one of weights {weights[1]}; if"):
+        estimator.check_model(loaded)
+    estimator.trained_on["layer"] = [8]
+    with pytest.raises(ValueError, match=r"on a model of layer \[8\], got one of layer None; if"):
+        estimator.check_model(fair)
+    with pytest.raises(ValueError, match=r"reads hidden states of width 4, got JointTable of width 6"):
         estimator.check_model(JointTable(torch.ones(2, 2, 2, 2)))
-
-
-def test_a_hash_is_of_all_weights_by_name() -> None:
-    one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    two.load_state_dict(one.state_dict())
-    assert model_hash(one) == model_hash(two)  # type: ignore[arg-type]
-    with torch.no_grad():
-        two.bias[1] += 1e-7
-    assert model_hash(one) != model_hash(two)  # type: ignore[arg-type]
-    half = model_hash(one.bfloat16())  # type: ignore[arg-type]
-    assert half != model_hash(two)  # type: ignore[arg-type]
-    assert half == model_hash(one.float())  # type: ignore[arg-type]  # the same values, held in more bits
 
 
 # --- the estimator of the Sudoku task
@@ -517,7 +504,7 @@ def test_the_shipped_sudoku_estimators_load_and_predict_information(strength: st
     mask = torch.from_numpy(validation_puzzles().givens[:3]) == 0
     estimator = SudokuMIEstimator.shipped(strength)
     estimator.check_model(load_model(strength))
-    assert estimator.model_hash is not None
+    assert estimator.trained_on is not None
     solutions = torch.from_numpy(validation_puzzles().solutions[:3]).long()
     model = load_model(strength)
     tokens = solutions.masked_fill(mask & (mask.cumsum(1) <= 25), 0)

@@ -14,8 +14,8 @@ from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, load_estimator, l
 from mdmi_fast.estimator import evaluate_splits
 from mdmi_fast.estimator.evaluate import TAUS, verdict
 from mdmi_fast.estimator.plots import plot_evaluation
-from mdmi_fast.estimator.splits import adversarial_states, label_states, shifted_states
-from mdmi_fast.labels import LabelSet
+from mdmi_fast.estimator.splits import BUILT, adversarial_states, build_split, shifted_states
+from mdmi_fast.labels import LabelSet, label_mi
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
 from mdmi_fast.tasks.sudoku.puzzles import random_boards
@@ -181,13 +181,14 @@ def test_the_safe_threshold_is_safe_from_there_on() -> None:
 def evaluation() -> Any:
     model = load_model("sudoku:weak")
     states = sudoku_states(4)
-    splits = {
-        "in distribution": states,
-        "shifted": shifted_states(model, states),
-        "adversarial": adversarial_states(model, states),
-    }
-    labelled = {name: label_states(model, tokens, form="joint") for name, tokens in splits.items()}
-    return evaluate_splits(load_estimator("sudoku:weak"), model, labelled)
+    splits = {"in distribution": labelled(model, states)}
+    splits |= {name: build_split(name, model, [*states]) for name in BUILT}
+    return evaluate_splits(load_estimator("sudoku:weak"), model, splits)
+
+
+def labelled(model: Any, tokens: Tensor) -> LabelSet:
+    labels = label_mi(model, tokens)
+    return LabelSet(tokens, tokens == model.mask_token_id, labels.mi, labels.entropy)
 
 
 def sudoku_states(count: int) -> Tensor:
@@ -212,7 +213,7 @@ def test_baselines_are_scaled_by_the_best_rising_line() -> None:
     table = torch.rand(3, 3, 3, 3)
     model = JointTable(table)
     tokens = torch.full((1, 4), 3)
-    labels = label_states(model, tokens, form="joint")
+    labels = labelled(model, tokens)
     reports = evaluate_splits(PairwiseMIEstimator(model.hidden_size, layers=(4,)), model, {"only": labels}).reports
     upper = torch.ones(4, 4).triu(1).bool()
     mi = labels.mi[0][upper].double().numpy()
@@ -286,6 +287,33 @@ def test_start_end_and_padding_stay_where_they_are(build: Any) -> None:
     assert ((built == 5).sum(1) >= 2).all()
     with pytest.raises(ValueError, match="at least four positions that are free in all, got 3"):
         build(Framed(), tokens[:, :4])
+
+
+class Counting:
+    """A model of bits, any number of them: a bit is as likely as there are such bits, and one more, in sight."""
+
+    mask_token_id, vocab_size, hidden_size = 2, 2, 2
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        seen = torch.stack([(tokens == bit).sum(1) + 1.0 for bit in range(2)], dim=1)
+        logits = seen.log().unsqueeze(1).expand(*tokens.shape, 2)
+        return MaskedOutput(logits, logits.exp())
+
+
+def test_a_split_is_built_of_states_of_any_length() -> None:
+    model = Counting()
+    states = [torch.randint(0, 3, (length,)) for length in (6, 5, 6, 5, 5, 6)]
+    for state in states:
+        state[[1, 3]] = 2
+    for name in BUILT:
+        found = build_split(name, model, states)
+        assert [len(state.tokens) for state in found] == [5, 5, 5, 6, 6, 6]
+        for state in found:
+            expected = label_mi(model, state.tokens[None]).mi[0]
+            assert state.mi.equal(expected[state.pairs[:, 0], state.pairs[:, 1]])
+            assert len(state.positions) >= 2
+            assert state.mi.max() > 0
+    assert build_split("adversarial", model, states[:1], seed=2)[0].tokens.unique().numel() == 2  # all equal but masked
 
 
 def test_an_evaluation_is_drawn_on_one_page(evaluation: Any, tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mdmi_fast.cli._options import (
+    FORM_NAMES,
     add_model,
     add_seed,
     add_threads,
@@ -15,12 +16,6 @@ from mdmi_fast.cli._options import (
     json_text,
     natural,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mdmi_fast.labels import LabelSet
-    from mdmi_fast.models import MaskedModel
 
 
 def add(subparsers: Any) -> None:
@@ -39,6 +34,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--built", type=natural, default=24, metavar="N", help="states to build and label for a split (default: 24)"
     )
+    parser.add_argument("--form", choices=FORM_NAMES, help="of the label (default: the first that the folder keeps)")
     parser.add_argument(
         "--tau", type=amount, default=0.01, metavar="NATS", help="below it a pair counts as independent (default: 0.01)"
     )
@@ -55,44 +51,37 @@ def add(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from mdmi_fast.cli import _report
     from mdmi_fast.estimator import evaluate_splits
-    from mdmi_fast.labels import read_labels
+    from mdmi_fast.estimator.data import first_form, read_examples
+    from mdmi_fast.estimator.splits import BUILT, build_split
     from mdmi_fast.models import load_model
 
     model = load_model(options.model)
-    labels = read_labels(options.labels, mask_token_id=model.mask_token_id)
+    form = options.form or first_form(options.labels)
+    labels = read_examples(options.labels, form, model=model)
     estimator = find_estimator(options.estimator, model=options.model)
     if not options.moved_model:
         estimator.check_model(model)
     splits = {"in distribution": labels}
     if options.shifted is not None:
-        splits["shifted"] = read_labels(options.shifted, mask_token_id=model.mask_token_id)
+        splits["shifted"] = read_examples(options.shifted, form, model=model)
     if options.built:
-        splits |= _built(options, model, labels.tokens[: options.built], missing={"shifted", "adversarial"} - {*splits})
+        some = [state.tokens for state in labels[: options.built]]
+        for name in BUILT:
+            if name not in splits:
+                splits[name] = build_split(name, model, some, form=form, seed=options.seed)
     evaluation = evaluate_splits(estimator, model, splits, tau=options.tau)
     if options.plot is not None:
         from mdmi_fast.estimator.plots import plot_evaluation
 
         plot_evaluation(evaluation, options.plot)
     if options.json:
-        splits_as_json = {
+        told = {
             split: {source: _report.as_dict(report) for source, report in reports.items()}
             for split, reports in evaluation.reports.items()
         }
-        print(json_text({"verdict": evaluation.verdict, "splits": splits_as_json}))
+        print(json_text({"verdict": evaluation.verdict, "form": form, "splits": told}))
         return 0
     for split, reports in evaluation.reports.items():
-        print(f"{split}\n{_report.as_columns(reports)}\n")
+        print(f"{split}, {form} form\n{_report.as_columns(reports)}\n")
     print(evaluation.verdict)
     return 0
-
-
-def _built(options: argparse.Namespace, model: MaskedModel, tokens: Tensor, missing: set[str]) -> dict[str, LabelSet]:
-    """The splits that have to be made, labelled here."""
-    from mdmi_fast.estimator.data import read_form
-    from mdmi_fast.estimator.splits import BUILT, label_states
-
-    return {
-        name: label_states(model, build(model, tokens, seed=options.seed), form=read_form(options.labels))
-        for name, build in BUILT.items()
-        if name in missing
-    }

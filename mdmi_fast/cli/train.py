@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import UsageError
-from mdmi_fast.cli._options import add_model, add_seed, add_threads, amount, kind_of, plain, positive, share
+from mdmi_fast.cli._options import FORM_NAMES, add_model, add_seed, add_threads, amount, kind_of, plain, positive, share
 
 if TYPE_CHECKING:
     from mdmi_fast.estimator import PairScorer, TrainingProgress
-    from mdmi_fast.labels import LabelSet
+    from mdmi_fast.estimator.data import Example
     from mdmi_fast.models import MaskedModel
 
 _GENERAL = ("combine", "rank", "output", "marginals", "weighted_layers")
@@ -29,6 +30,7 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--labels", required=True, type=Path, metavar="FOLDER", help="written by label")
     add_model(parser)
+    parser.add_argument("--form", choices=FORM_NAMES, help="of the label (default: the first that the folder keeps)")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="of the estimator")
     parser.add_argument(
         "--from",
@@ -105,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from mdmi_fast.labels import read_labels
+    from mdmi_fast.estimator.data import first_form, read_examples
     from mdmi_fast.models import load_model
 
     device = torch.device(options.device or "cpu")
@@ -119,8 +121,9 @@ def run(options: argparse.Namespace) -> int:
         model = load_model(options.model)
         if isinstance(model, torch.nn.Module):
             model.to(device)
-        labels = read_labels(options.labels, mask_token_id=model.mask_token_id)
-        old = options.old_labels and read_labels(options.old_labels, mask_token_id=model.mask_token_id)
+        options.form = options.form or first_form(options.labels)
+        labels = read_examples(options.labels, options.form, model=model)
+        old = read_examples(options.old_labels, options.form) if options.old_labels else None
         torch.manual_seed(options.seed)
         estimator = _network(architecture, options, model).to(device)
         _train(options, model, labels, old, estimator, speak=not several or dist.get_rank() == 0)
@@ -133,8 +136,8 @@ def run(options: argparse.Namespace) -> int:
 def _train(
     options: argparse.Namespace,
     model: MaskedModel,
-    labels: LabelSet,
-    old: LabelSet | None,
+    labels: Sequence[Example],
+    old: Sequence[Example] | None,
     estimator: PairScorer,
     *,
     speak: bool,
@@ -143,11 +146,10 @@ def _train(
     from mdmi_fast.cli import _report
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.estimator import train_estimator
-    from mdmi_fast.estimator.data import read_form
 
     checkpoint = options.out / "checkpoint.pt"
     if speak:
-        print(f"{estimator.summary()}; {len(labels.tokens)} states")
+        print(f"{estimator.summary()}; {len(labels)} states")
         if checkpoint.exists():
             print(f"going on from {checkpoint}")
         print(f"{'epoch':>5} {'loss':>9} {'r':>7} {'Spearman':>9} {'error':>8} {'false independence':>19}")
@@ -184,10 +186,9 @@ def _train(
         return
     estimator.provenance = {
         "model": options.model,
-        "layer": plain(getattr(model, "layers", None)),
-        "form": read_form(options.labels),
+        "form": options.form,
         "labels": options.labels.name,
-        "states": len(labels.tokens),
+        "states": len(labels),
         "refined_from": options.start,
         "held_out": plain(_report.as_dict(report)),
     }

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mdmi_fast import ops
-from mdmi_fast.labels import Form, LabelSet, masked_pairs
-from mdmi_fast.labels.store import INDEX_FILE
+from mdmi_fast.labels import Form, LabelSet, masked_pairs, stream_labels
 from mdmi_fast.models import MaskedModel
+
+
+class Example(NamedTuple):
+    """One labelled state.
+
+    Attributes:
+        tokens: [N] int64, the mask token where masked.
+        positions: [M] int64, the masked positions.
+        pairs: [Q, 2] int64, i < j, the masked pairs that have a label.
+        mi: [Q] float32, nats.
+        hidden: [M, D], the hidden states of the masked positions where they were kept.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    pairs: Tensor
+    mi: Tensor
+    hidden: Tensor | None
+
+
+Labels = LabelSet | Sequence[Example]
+"""What an estimator is trained and judged on: states of one length, or of any."""
 
 
 class Batch(NamedTuple):
@@ -20,78 +42,106 @@ class Batch(NamedTuple):
 
     Attributes:
         hidden: [B, N, D], as the model gives it.
-        stats: of the model's logits, every field [B, N].
+        stats: of the model's logits, every field [B, N]; None where the model was not asked.
         mask: [B, N] bool, True = masked.
-        mi: [B, N, N] float32, nats.
-        pairs: [B, N, N] bool, True where both ends are masked and differ.
+        mi: [B, N, N] float32, nats, 0 where there is no label.
+        pairs: [B, N, N] bool, True where there is one, in both directions.
     """
 
     hidden: Tensor
-    stats: ops.TokenStats
+    stats: ops.TokenStats | None
     mask: Tensor
     mi: Tensor
     pairs: Tensor
 
 
-@torch.no_grad()
-def read_batch(labels: LabelSet, model: MaskedModel, chosen: Tensor, device: torch.device) -> Batch:
-    """Fetch some states of a set of labels and run the model on them.
+def read_examples(folder: str | Path, form: Form, *, model: MaskedModel | None = None) -> list[Example]:
+    """Read a folder of labels, of states of any lengths.
 
     Args:
-        labels: where from.
-        model: whose labels they are.
-        chosen: [B] int64, numbers of the states.
-        device: of the model, and of everything that comes back.
-    """
-    output = model(labels.tokens[chosen].to(device))
-    mask = labels.mask[chosen].to(device)
-    mi = labels.mi[chosen].to(device)
-    return Batch(output.hidden, ops.token_stats(output.logits), mask, mi, masked_pairs(mask))
-
-
-def read_form(folder: Path) -> Form:
-    """The form in which a folder of labels was made.
+        folder: as `write_labels` filled it.
+        form: which reading.
+        model: that the labels must be of, None: whichever they are of.
 
     Raises:
         FileNotFoundError: if it holds no labels.
+        ValueError: as `stream_labels`, or if the form was not kept.
     """
-    form: Form = json.loads((folder / INDEX_FILE).read_text())["form"]
-    return form
+    found = []
+    for state in stream_labels(folder, model=model):
+        if form not in state.mi:
+            raise ValueError(f"{folder}: holds the forms {', '.join(state.mi)}, got form={form!r}")
+        found.append(Example(state.tokens, state.positions, state.pairs, state.mi[form], state.hidden))
+    return found
 
 
-def joined(first: LabelSet, second: LabelSet) -> LabelSet:
-    """Both sets as one, the states of the first before those of the second.
+def first_form(folder: str | Path) -> Form:
+    """The first of the forms that a folder of labels keeps."""
+    return next(iter(next(stream_labels(folder)).mi))
 
-    Raises:
-        ValueError: if their states differ in length.
+
+def examples(labels: Labels) -> Sequence[Example]:
+    """Labels of either kind, state by state."""
+    if not isinstance(labels, LabelSet):
+        return labels
+    upper = masked_pairs(labels.mask).triu()
+    rows = zip(labels.tokens, labels.mask, upper, labels.mi, strict=True)
+    return [
+        Example(tokens, mask.nonzero().squeeze(-1), pairs.nonzero(), mi[pairs], None)
+        for tokens, mask, pairs, mi in rows
+    ]
+
+
+@torch.no_grad()
+def read_batch(
+    states: Iterable[Example], model: MaskedModel, device: torch.device, *, with_stats: bool = True
+) -> Batch:
+    """Put some states into one batch, and run the model on them.
+
+    Args:
+        states: of any lengths.
+        model: whose labels they are.
+        device: of the model, and of everything that comes back.
+        with_stats: False leaves the model alone where the states bring their hidden states.
     """
-    lengths = first.tokens.shape[1], second.tokens.shape[1]
-    if lengths[0] != lengths[1]:
-        raise ValueError(
-            f"labels can be joined only if their states have one length, got {lengths[0]} and {lengths[1]}"
-        )
-    return LabelSet(*(torch.cat(fields) for fields in zip(first, second, strict=True)))
+    chosen = list(states)
+    lengths = torch.tensor([len(state.tokens) for state in chosen])
+    size = len(chosen), int(lengths.max())
+    mask = torch.zeros(size, dtype=torch.bool)
+    mi, pairs = torch.zeros(*size, size[1]), torch.zeros(*size, size[1], dtype=torch.bool)
+    for row, state in enumerate(chosen):
+        first, second = state.pairs.unbind(1)
+        mask[row, state.positions] = True
+        mi[row, first, second] = mi[row, second, first] = state.mi
+        pairs[row, first, second] = pairs[row, second, first] = True
+    kept = [state.hidden for state in chosen if state.hidden is not None]
+    if len(kept) == len(chosen) and not with_stats:
+        hidden = kept[0].new_zeros(*size, kept[0].shape[1])
+        for row, (state, own) in enumerate(zip(chosen, kept, strict=True)):
+            hidden[row, state.positions] = own
+        hidden, stats = hidden.to(device), None
+    else:
+        tokens = pad_sequence([state.tokens for state in chosen], batch_first=True).to(device)
+        visible = torch.arange(size[1]) < lengths.unsqueeze(1)
+        output = model(tokens, None if bool(visible.all()) else visible.to(device))
+        hidden, stats = output.hidden, ops.token_stats(output.logits)
+    return Batch(hidden, stats, mask.to(device), mi.to(device), pairs.to(device))
 
 
-def taken(labels: LabelSet, chosen: Tensor) -> LabelSet:
-    """The states of the numbers given."""
-    return LabelSet(*(field[chosen] for field in labels))
-
-
-def split_states(labels: LabelSet, held_out: float, seed: int) -> tuple[LabelSet, LabelSet]:
+def split_states(states: Sequence[Example], held_out: float, seed: int) -> tuple[Sequence[Example], Sequence[Example]]:
     """Part the states, never the pairs of one state: (to train on, held out).
 
     Raises:
         ValueError: if nothing is left to train on.
     """
-    order = torch.randperm(len(labels.tokens), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(states), generator=torch.Generator().manual_seed(seed)).tolist()
     count = max(1, round(held_out * len(order)))
     if count >= len(order):
         raise ValueError(f"train_estimator: holding out {count} states leaves nothing of {len(order)} to train on")
-    return taken(labels, order[count:]), taken(labels, order[:count])
+    return [states[number] for number in order[count:]], [states[number] for number in order[:count]]
 
 
-def device_of(estimator: object, labels: LabelSet) -> torch.device:
-    """Where an estimator lives; one without weights goes where the labels are."""
+def device_of(estimator: object) -> torch.device:
+    """Where an estimator lives; one without weights counts as on the CPU."""
     weights = estimator.parameters() if isinstance(estimator, nn.Module) else iter(())
-    return next((weight.device for weight in weights), labels.tokens.device)
+    return next((weight.device for weight in weights), torch.device("cpu"))

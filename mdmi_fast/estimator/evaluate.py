@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mdmi_fast.estimator.data import Batch, device_of, read_batch
+from mdmi_fast import ops
+from mdmi_fast.estimator.data import Batch, Labels, device_of, examples, read_batch
 from mdmi_fast.estimator.network import PairScorer
-from mdmi_fast.labels import LabelSet
 from mdmi_fast.models import MaskedModel
 
 BINS = (-torch.inf, 0.1, 0.5, 1.0)
@@ -115,15 +115,20 @@ def _distance(batch: Batch) -> Tensor:
     return -(place - place.unsqueeze(1)).abs().float().expand(batch.mi.shape)
 
 
+def _stats(batch: Batch) -> ops.TokenStats:
+    assert batch.stats is not None  # `read_batch` leaves them out only where that is asked for
+    return batch.stats
+
+
 def _pairwise(values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return combine(values.unsqueeze(-1), values.unsqueeze(-2))
 
 
 BASELINES: dict[str, Source] = {
     "constant": lambda batch: torch.zeros_like(batch.mi),
-    "min(H_i, H_j)": lambda batch: _pairwise(batch.stats.entropy, torch.minimum),
+    "min(H_i, H_j)": lambda batch: _pairwise(_stats(batch).entropy, torch.minimum),
     "distance": _distance,
-    "confidences": lambda batch: -_pairwise(batch.stats.confidence, torch.mul),
+    "confidences": lambda batch: -_pairwise(_stats(batch).confidence, torch.mul),
 }
 """What an estimator has to beat; each is put on the scale of nats by the best line a + b x, b >= 0, through the labels
 themselves, which favours it."""
@@ -132,7 +137,7 @@ themselves, which favours it."""
 def evaluate_estimator(
     estimator: Callable[..., Tensor],
     model: MaskedModel,
-    labels: LabelSet,
+    labels: Labels,
     *,
     tau: float = 0.01,
     batch_size: int = 64,
@@ -162,7 +167,7 @@ def evaluate_estimator(
 def evaluate_splits(
     estimator: PairScorer,
     model: MaskedModel,
-    splits: Mapping[str, LabelSet],
+    splits: Mapping[str, Labels],
     *,
     tau: float = 0.01,
     batch_size: int = 64,
@@ -215,17 +220,17 @@ def _collect(
     sources: Mapping[str, Source],
     estimator: object,
     model: MaskedModel,
-    labels: LabelSet,
+    labels: Labels,
     tau: float,
     batch_size: int,
 ) -> tuple[dict[str, PairReport], Tensor]:
     """A report for every source in one run of the model, and a sample of what the first source predicts."""
-    device = device_of(estimator, labels)
+    device, states = device_of(estimator), examples(labels)
     values: dict[str, list[Tensor]] = {name: [torch.zeros(0)] for name in sources}
     partners: dict[str, list[Tensor]] = {name: [] for name in sources}
     actual, ratios = [torch.zeros(0)], [torch.zeros(0)]
-    for chosen in torch.arange(len(labels.tokens)).split(batch_size):
-        batch = read_batch(labels, model, chosen, device)
+    for first in range(0, len(states), batch_size):
+        batch = read_batch(states[first : first + batch_size], model, device)
         upper = batch.pairs.triu()
         actual.append(batch.mi[upper].cpu())
         ratios.append(batch.mask.float().mean(1)[:, None, None].expand_as(batch.mi)[upper].cpu())
@@ -244,8 +249,8 @@ def _collect(
             p = _fitted(p, a)
         rank_sum, ranked, hits, dependent = torch.stack(partners[name]).sum(0).tolist()
         reports[name] = _report(p, a, ratio, some, tau, _share(rank_sum, ranked), _share(hits, dependent))
-    first = torch.cat(values[next(iter(sources))]).double()
-    return reports, torch.stack([first[some], a[some]], 1)
+    judged = torch.cat(values[next(iter(sources))]).double()
+    return reports, torch.stack([judged[some], a[some]], 1)
 
 
 def _report(

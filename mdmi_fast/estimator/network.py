@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from mdmi_fast import ops
 from mdmi_fast.files import replace_file
 from mdmi_fast.labels import masked_pairs
+from mdmi_fast.labels.store import describe_model, layer_of
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.identity import model_hash
 from mdmi_fast.models.loading import resolve
 
 Combine = Literal["concat", "product", "interaction"]
@@ -75,8 +75,8 @@ class PairScorer(nn.Module):
     (`architecture`); scoring, selection and files are shared.
 
     Attributes:
-        model_hash: of the model whose states it was trained on (`model_hash`); None: unknown.
-        provenance: what else it was made from (model, layer, label form ...); saved with it, read by people.
+        trained_on: the model whose states it was trained on (`identity`); None: unknown.
+        provenance: what else it was made from (label form, states ...); saved with it, read by people.
         precision: of the products of the dense layers outside of inference, as for `ops.pairwise_mlp`.
     """
 
@@ -96,7 +96,7 @@ class PairScorer(nn.Module):
         if hidden_size < 1:
             raise ValueError(f"{type(self).__name__}: hidden_size must be at least 1, got {hidden_size}")
         self.hidden_size = hidden_size
-        self.model_hash: str | None = None
+        self.trained_on: dict[str, Any] | None = None
         self.provenance: dict[str, Any] = {}
         self.precision: str | None = None
         self._frozen: tuple[tuple[int, ...], Head, ops.PreparedPairwise] | None = None
@@ -208,24 +208,27 @@ class PairScorer(nn.Module):
         """Refuse a model that the estimator was not trained on: hidden states of another mean nothing to it.
 
         Args:
-            model: compared by the width of its hidden state and, where the estimator's is known, by `model_hash`.
+            model: compared by the width of its hidden state and, where the estimator's is known, by `identity`.
 
         Raises:
             ValueError: naming both sides.
         """
+        name = type(self).__name__
         if model.hidden_size != self.hidden_size:
             raise ValueError(
-                f"{type(self).__name__}: reads hidden states of width {self.hidden_size} "
-                f"({self._trained_on()}), got a model whose width is {model.hidden_size}"
+                f"{name}: reads hidden states of width {self.hidden_size}, got {type(model).__name__} of width "
+                f"{model.hidden_size}"
             )
-        if self.model_hash is not None and (found := model_hash(model)) != self.model_hash:
+        if self.trained_on is None:
+            return
+        here = identity(model)
+        other = [key for key in {**self.trained_on, **here} if self.trained_on.get(key) != here.get(key)]
+        if other:
+            there, found = (", ".join(f"{key} {of.get(key)}" for key in other) for of in (self.trained_on, here))
             raise ValueError(
-                f"{type(self).__name__}: was trained on the model with hash {self.model_hash} ({self._trained_on()}), "
-                f"got {type(model).__name__} with hash {found}; refine it with train --from if the model moved"
+                f"{name}: was trained on a model of {there}, got one of {found}; if the model moved, refine the "
+                "estimator with train --from"
             )
-
-    def _trained_on(self) -> str:
-        return f"trained on {self.provenance.get('model', 'an unnamed model')}"
 
     def _options(self) -> dict[str, Any]:
         activation = "softplus" if self.output == "softplus" else "identity"
@@ -298,7 +301,7 @@ class PairScorer(nn.Module):
             "configuration": self.configuration(),
             "hidden_size": self.hidden_size,
             "parameters": self.n_parameters,
-            "model_hash": self.model_hash,
+            "trained_on": self.trained_on,
             "provenance": self.provenance,
         }
         text = json.dumps(config, indent=2) + "\n"
@@ -332,8 +335,13 @@ class PairScorer(nn.Module):
             estimator.load_state_dict(load_file(folder / WEIGHTS_FILE))
         except (SafetensorError, RuntimeError, TypeError) as error:
             raise ValueError(f"{folder}: weights and configuration do not make an estimator: {error}") from error
-        estimator.model_hash, estimator.provenance = config.get("model_hash"), config.get("provenance", {})
+        estimator.trained_on, estimator.provenance = config.get("trained_on"), config.get("provenance", {})
         return estimator.eval()
+
+
+def identity(model: MaskedModel) -> dict[str, Any]:
+    """What an estimator's model is told by: its class, plain attributes, a hash of its weights, and the layers of the state."""
+    return {**describe_model(model), "layer": layer_of(model)}
 
 
 def read_configuration(folder: Path) -> dict[str, Any]:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from mdmi_fast.estimator.data import Example, examples
 from mdmi_fast.labels import Form, LabelSet, label_mi
 from mdmi_fast.models import MaskedModel
-
-
-def label_states(model: MaskedModel, tokens: Tensor, *, form: Form, epsilon: float = 0.0) -> LabelSet:
-    """Label states [S, N] in memory, masked where they hold the mask token."""
-    found = label_mi(model, tokens, form=form, epsilon=epsilon)
-    return LabelSet(tokens, tokens == model.mask_token_id, found.mi, found.entropy)
 
 
 def shifted_states(model: MaskedModel, tokens: Tensor, *, seed: int = 0) -> Tensor:
@@ -42,7 +37,7 @@ def shifted_states(model: MaskedModel, tokens: Tensor, *, seed: int = 0) -> Tens
 
 
 def adversarial_states(model: MaskedModel, tokens: Tensor, *, seed: int = 0) -> Tensor:
-    """States built to make an estimator err, of four kinds in turn.
+    """States built to make an estimator err, of four kinds in turn, beginning with that of number `seed`.
 
     Permuted columns (what stood at a position stands at another, in all states alike); one motif repeated over the
     sequence; all visible tokens equal; two halves that repeat each other and are masked alike, so that every masked
@@ -76,11 +71,42 @@ def adversarial_states(model: MaskedModel, tokens: Tensor, *, seed: int = 0) -> 
     ]
     built = torch.stack([filled.masked_fill(mask, model.mask_token_id) for filled, mask in kinds])
     rows = torch.arange(len(tokens))
-    return _placed(tokens, places, built[rows % len(kinds), rows], model)
+    return _placed(tokens, places, built[(rows + seed) % len(kinds), rows], model)
 
 
-BUILT: dict[str, Callable[..., Tensor]] = {"shifted": shifted_states, "adversarial": adversarial_states}
+BUILT = {"shifted": shifted_states, "adversarial": adversarial_states}
 """The splits that are built from states of the first, by name."""
+
+
+def build_split(
+    name: str,
+    model: MaskedModel,
+    states: Sequence[Tensor],
+    *,
+    form: Form = "joint",
+    epsilon: float = 0.0,
+    seed: int = 0,
+) -> list[Example]:
+    """Build a split from states of any lengths, and label it.
+
+    Args:
+        name: of `BUILT`.
+        model: to be probed.
+        states: [N] int64 each, masked where they hold the mask token.
+        form: of the labels, as for `label_mi`, like epsilon.
+        epsilon: nats that a label may be wrong by.
+        seed: of what is drawn.
+
+    Raises:
+        ValueError: as `shifted_states`.
+    """
+    found: list[Example] = []
+    for length in sorted({len(state) for state in states}):
+        group = torch.stack([state for state in states if len(state) == length])
+        tokens = BUILT[name](model, group, seed=seed + len(found))
+        labels = label_mi(model, tokens, form=form, epsilon=epsilon)
+        found += examples(LabelSet(tokens, tokens == model.mask_token_id, labels.mi, labels.entropy))
+    return found
 
 
 @torch.no_grad()

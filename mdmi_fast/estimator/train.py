@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -14,13 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdmi_fast.estimator.data import joined, read_batch, split_states
+from mdmi_fast.estimator.data import Example, Labels, examples, read_batch, split_states
 from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
-from mdmi_fast.estimator.network import E, PairScorer
+from mdmi_fast.estimator.network import E, PairScorer, identity
 from mdmi_fast.files import replace_file
-from mdmi_fast.labels import LabelSet
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.identity import model_hash
 
 Transform = Literal["root", "none", "log"]
 
@@ -79,9 +77,9 @@ class PairLoss:
 def train_estimator(
     estimator: E,
     model: MaskedModel,
-    labels: LabelSet,
+    labels: Labels,
     *,
-    old: LabelSet | None = None,
+    old: Labels | None = None,
     epochs: int = 20,
     batch_size: int = 16,
     learning_rate: float = 1e-3,
@@ -103,9 +101,9 @@ def train_estimator(
     to rounding.
 
     Args:
-        estimator: trained in place, on the device of its weights; `model_hash` is set to the model's.
+        estimator: trained in place, on the device of its weights; `trained_on` is set to the model.
         model: whose hidden states the labels belong to, on the same device.
-        labels: of states of this model.
+        labels: of states of this model: a `LabelSet`, or the list that `read_examples` gives, of any lengths.
         old: labels of before the model moved; as many as there are new ones are mixed into every epoch, drawn anew, so that
             what was learned is not forgotten. Never judged on.
         epochs: most passes over the states; the rate falls to 0 along a cosine.
@@ -133,20 +131,19 @@ def train_estimator(
     if min(epochs, batch_size) < 1:
         raise ValueError(f"train_estimator: epochs and batch_size must be at least 1, got {epochs} and {batch_size}")
     loss = PairLoss(transform, underestimation, emphasis)
-    for name, given in (("labels", labels), ("old", old)):
-        if given is not None and not bool(given.mi.isfinite().all()):
-            state = int((~given.mi.isfinite()).nonzero()[0, 0])
-            raise ValueError(f"train_estimator: {name} must be finite, got another one in state {state}")
-    train, judge = split_states(labels, held_out, seed)
-    n_old = 0 if old is None else len(old.tokens)
-    mixed = train if old is None else joined(train, old)
-    steps = -(-len(_order(len(train.tokens), n_old, seed, 0)) // batch_size)
+    states, old_states = examples(labels), [] if old is None else examples(old)
+    for name, given in (("labels", states), ("old", old_states)):
+        wrong = next((number for number, state in enumerate(given) if not bool(state.mi.isfinite().all())), None)
+        if wrong is not None:
+            raise ValueError(f"train_estimator: {name} must be finite, got another one in state {wrong}")
+    train, judge = split_states(states, held_out, seed)
+    steps = -(-len(_order(len(train), len(old_states), seed, 0)) // batch_size)
     trainer = _Trainer(estimator, model, loss, learning_rate, weight_decay, epochs * steps)
     settings = {
         "estimator": estimator.configuration(),
-        "model": model_hash(model),
-        "labels": [len(labels.tokens), float(labels.mi.double().sum())],
-        "old": None if old is None else [n_old, float(old.mi.double().sum())],
+        "model": identity(model),
+        "labels": [len(states), sum(float(state.mi.double().sum()) for state in states)],
+        "old": [len(old_states), sum(float(state.mi.double().sum()) for state in old_states)],
         "loss": asdict(loss),
         "epochs": epochs,
         "batch_size": batch_size,
@@ -158,8 +155,10 @@ def train_estimator(
     run = _Run(estimator, trainer.optimizer, None if checkpoint is None else Path(checkpoint), settings)
     while run.epoch < epochs and run.epoch - run.best_epoch <= patience:
         total = 0.0
-        for index, chosen in enumerate(_order(len(train.tokens), n_old, seed, run.epoch).split(batch_size)):
-            total += trainer.step(mixed, chosen, run.epoch * steps + index)
+        order = _order(len(train), len(old_states), seed, run.epoch)
+        for index, chosen in enumerate(order.split(batch_size)):
+            batch = [train[n] if n < len(train) else old_states[n - len(train)] for n in chosen.tolist()]
+            total += trainer.step(batch, run.epoch * steps + index)
         if not math.isfinite(total):
             raise ValueError(f"train_estimator: the loss of epoch {run.epoch} is {total}; lower learning_rate")
         report = _told_by_first(lambda: evaluate_estimator(estimator.eval(), model, judge))
@@ -167,7 +166,7 @@ def train_estimator(
         if on_epoch is not None and _rank() == 0:
             on_epoch(TrainingProgress(run.epoch - 1, total / steps, report))
     estimator.load_state_dict(run.best)
-    estimator.model_hash = model_hash(model)
+    estimator.trained_on = identity(model)
     return estimator.eval(), evaluate_estimator(estimator, model, judge)
 
 
@@ -192,14 +191,15 @@ class _Trainer:
         if _world() > 1:
             self.network = nn.parallel.DistributedDataParallel(estimator)
 
-    def step(self, labels: LabelSet, chosen: Tensor, number: int) -> float:
-        """One step on the states `chosen`; returns the loss over all of their pairs."""
+    def step(self, states: Sequence[Example], number: int) -> float:
+        """One step on some states; returns the loss over all of their pairs."""
         self.estimator.train()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * 0.5 * (1 + math.cos(math.pi * number / self.total_steps))
-        share = chosen[_rank() :: _world()]
+        share = states[_rank() :: _world()]
         # A process without a state of its own takes part with the first one, which counts nothing.
-        batch = read_batch(labels, self.model, share if len(share) else chosen[:1], self.device)
+        with_stats = self.estimator.needs_stats
+        batch = read_batch(share or states[:1], self.model, self.device, with_stats=with_stats)
         pairs = batch.pairs & (len(share) > 0)
         predicted = self.network(batch.hidden, batch.mask, batch.stats)
         sums = torch.stack([self.loss.total(predicted, batch.mi, pairs), pairs.sum()])
