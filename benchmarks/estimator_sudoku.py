@@ -11,7 +11,7 @@ import csv
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,15 +22,15 @@ from mdmi_fast.estimator import PairScorer, evaluate_splits
 from mdmi_fast.estimator.data import Example, read_examples
 from mdmi_fast.estimator.plots import plot_evaluation
 from mdmi_fast.estimator.splits import BUILT
-from mdmi_fast.labels import Form, write_labels
+from mdmi_fast.labels import write_labels
 from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import SudokuModel, load_model
 from mdmi_fast.tasks.sudoku.states import decoding_states
 from mdmi_fast.tasks.sudoku.train_estimator import EPOCHS, FEATURES, LAYERS, RATE, STEM, UNDERESTIMATION
 
 RESULTS = Path(__file__).parent / "results"
-EPSILON = 0.002
-"""Nats, of labels in the joint form, as in training; both forms together are probed in full."""
+EPSILON = {"joint": 0.002, "entropy": 0.0}
+"""Nats; the joint form as in training."""
 HELD_OUT, SEED = 1000, 101
 """States that no training drew: its seeds are 1, 2 ..."""
 NOISE = 0.1
@@ -39,10 +39,9 @@ NEW, REFINEMENT_EPOCHS = 300, 20
 
 
 def labels_of(
-    model: SudokuModel, tokens: torch.Tensor, folder: Path, form: Form = "joint", *, epsilon: float = EPSILON
+    model: SudokuModel, tokens: torch.Tensor, folder: Path, form: Literal["joint", "entropy"] = "joint"
 ) -> list[Example]:
-    forms: tuple[Form, ...] = ("joint",) if epsilon else ("joint", "entropy")
-    write_labels(model, tokens, folder, forms=forms, epsilon=epsilon)
+    write_labels(model, tokens, folder, forms=(form,), epsilon=EPSILON[form])
     return read_examples(folder, form, model=model)
 
 
@@ -52,8 +51,9 @@ def held_out(folder: Path) -> dict[str, Any]:
     for strength in ("strong", "weak"):
         model, estimator = load_model(strength), load_estimator(f"sudoku:{strength}")
         tokens = decoding_states(model, HELD_OUT, seed=SEED)
-        for form in ("joint", "entropy"):
-            labels = labels_of(model, tokens, folder / f"held_out_{strength}", form, epsilon=0.0)
+        forms: tuple[Literal["joint", "entropy"], ...] = ("joint", "entropy")
+        for form in forms:
+            labels = labels_of(model, tokens, folder / f"held_out_{strength}_{form}", form)
             found[f"{strength}, {form} form"] = as_dict(evaluate_estimator(estimator, model, labels))
     return found
 
@@ -62,7 +62,7 @@ def splits(folder: Path) -> dict[str, Any]:
     """The strong estimator in distribution, shifted and against an adversary, beside the baselines."""
     model = load_model("strong")
     tokens = decoding_states(model, HELD_OUT, seed=SEED)
-    sets = {"in distribution": labels_of(model, tokens, folder / "held_out_strong", epsilon=0.0)}
+    sets = {"in distribution": labels_of(model, tokens, folder / "held_out_strong_joint")}
     for name, build in BUILT.items():
         sets[name] = labels_of(model, build(model, tokens[:200]), folder / f"split_{name}")
     evaluation = evaluate_splits(load_estimator("sudoku"), model, sets)
@@ -85,7 +85,7 @@ def refinement(folder: Path) -> dict[str, Any]:
     new = labels_of(moved, decoding_states(moved, NEW, seed=1), folder / "moved_new")
     old = labels_of(original, decoding_states(original, 4000, seed=1), folder / "old")
     tokens = decoding_states(original, HELD_OUT, seed=SEED)
-    before = labels_of(original, tokens, folder / "held_out_strong", epsilon=0.0)
+    before = labels_of(original, tokens, folder / "held_out_strong_joint")
     recipe: dict[str, Any] = {"learning_rate": RATE, "underestimation": UNDERESTIMATION, "patience": REFINEMENT_EPOCHS}
 
     def judged(estimator: PairScorer) -> dict[str, Any]:
