@@ -70,18 +70,18 @@ def run(options: argparse.Namespace) -> int:
             if name not in splits:
                 splits[name] = build_split(name, model, some, form=form, seed=options.seed)
     evaluation = evaluate_splits(estimator, model, splits, tau=options.tau)
-    if options.plot is not None:
-        from mdmi_fast.estimator.plots import plot_evaluation
-
-        plot_evaluation(evaluation, options.plot)
     if options.json:
         told = {
             split: {source: _report.as_dict(report) for source, report in reports.items()}
             for split, reports in evaluation.reports.items()
         }
         print(json_text({"verdict": evaluation.verdict, "form": form, "splits": told}))
-        return 0
-    for split, reports in evaluation.reports.items():
-        print(f"{split}, {form} form\n{_report.as_columns(reports)}\n")
-    print(evaluation.verdict)
+    else:
+        for split, reports in evaluation.reports.items():
+            print(f"{split}, {form} form\n{_report.as_columns(reports)}\n")
+        print(evaluation.verdict)
+    if options.plot is not None:
+        from mdmi_fast.estimator.plots import plot_evaluation
+
+        plot_evaluation(evaluation, options.plot)
     return 0

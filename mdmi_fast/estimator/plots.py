@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.estimator.evaluate import MOST_FALSE, RATIOS, TAUS, Evaluation
 from mdmi_fast.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-CALIBRATION_LABELS = ("[0, .1)", "[.1, .5)", "[.5, 1)", "1 and above")
+_BIN_NAMES = ("below .1", ".1 to .5", ".5 to 1", "1 and above")
 
 
 def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
@@ -22,9 +23,13 @@ def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
         path: of the picture; its suffix says the format.
 
     Raises:
-        ImportError: without matplotlib, which the extra "plot" installs.
+        UnsupportedError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        reason = "matplotlib is not installed: pip install 'mdmi-fast[plot]'"
+        raise UnsupportedError([reason], "plot_evaluation") from None
 
     splits = list(evaluation.reports)
     columns = max(3, len(splits))
@@ -35,7 +40,7 @@ def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
         axis.set_axis_off()
     for axis, name in zip(axes[0], splits, strict=False):
         _scatter(axis, evaluation, name)
-    _by_split(axes[1, 0], evaluation, "mean absolute error, nats", CALIBRATION_LABELS, lambda r: r.calibration)
+    _by_split(axes[1, 0], evaluation, "mean absolute error, nats", _BIN_NAMES, lambda r: r.calibration)
     _by_split(
         axes[1, 1], evaluation, "Pearson r by masked share", RATIOS[1:], lambda r: [b.pearson for b in r.by_mask_ratio]
     )
