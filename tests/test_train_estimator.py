@@ -156,6 +156,7 @@ def test_states_of_any_length_make_one_batch(taught: tuple[JointTable, LabelSet]
     assert batch.pairs[1].nonzero().tolist() == [[1, 3], [3, 1]]
     assert batch.mi[1, 1, 3] == batch.mi[1, 3, 1] == 0.5
     assert batch.mi[0].equal(labels.mi[100])
+    torch.testing.assert_close(batch.masked_share, torch.tensor([len(long.positions) / 5, 0.5]))
 
 
 def test_hidden_states_that_were_kept_are_read_instead_of_the_model(taught: tuple[JointTable, LabelSet]) -> None:
@@ -163,9 +164,13 @@ def test_hidden_states_that_were_kept_are_read_instead_of_the_model(taught: tupl
     states = examples(labels)[50:53]
     kept = [state._replace(hidden=model(state.tokens[None]).hidden[0, state.positions]) for state in states]
     asked = read_batch(states, model, torch.device("cpu"))
-    read = read_batch(kept, Blank(), torch.device("cpu"), with_stats=False)
+    read = read_batch(kept, Blank(), torch.device("cpu"), kept=True)
     assert read.stats is None
     assert read.hidden.equal(asked.hidden.masked_fill(~asked.mask.unsqueeze(-1), 0.0))
+    trained, _ = train_estimator(student(model), model, states, epochs=1, held_out=0.34)
+    again, _ = train_estimator(student(model), model, kept, epochs=1, held_out=0.34)
+    for a, b in zip(trained.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_loss_by_hand() -> None:

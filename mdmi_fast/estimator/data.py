@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ class Batch(NamedTuple):
         mask: [B, N] bool, True = masked.
         mi: [B, N, N] float32, nats, 0 where there is no label.
         pairs: [B, N, N] bool, True where there is one, in both directions.
+        masked_share: [B] float32, of the positions that are no padding.
     """
 
     hidden: Tensor
@@ -53,6 +54,7 @@ class Batch(NamedTuple):
     mask: Tensor
     mi: Tensor
     pairs: Tensor
+    masked_share: Tensor
 
 
 def read_examples(folder: str | Path, form: Form, *, model: MaskedModel | None = None) -> list[Example]:
@@ -93,39 +95,41 @@ def examples(labels: Labels) -> Sequence[Example]:
 
 
 @torch.no_grad()
-def read_batch(
-    states: Iterable[Example], model: MaskedModel, device: torch.device, *, with_stats: bool = True
-) -> Batch:
+def read_batch(states: Sequence[Example], model: MaskedModel, device: torch.device, *, kept: bool = False) -> Batch:
     """Put some states into one batch, and run the model on them.
 
     Args:
         states: of any lengths.
         model: whose labels they are.
         device: of the model, and of everything that comes back.
-        with_stats: False leaves the model alone where the states bring their hidden states.
+        kept: leave the model alone: all states bring their hidden states.
     """
-    chosen = list(states)
-    lengths = torch.tensor([len(state.tokens) for state in chosen])
-    size = len(chosen), int(lengths.max())
+    lengths = torch.tensor([len(state.tokens) for state in states])
+    size = len(states), int(lengths.max())
     mask = torch.zeros(size, dtype=torch.bool)
     mi, pairs = torch.zeros(*size, size[1]), torch.zeros(*size, size[1], dtype=torch.bool)
-    for row, state in enumerate(chosen):
+    for row, state in enumerate(states):
         first, second = state.pairs.unbind(1)
         mask[row, state.positions] = True
         mi[row, first, second] = mi[row, second, first] = state.mi
         pairs[row, first, second] = pairs[row, second, first] = True
-    kept = [state.hidden for state in chosen if state.hidden is not None]
-    if len(kept) == len(chosen) and not with_stats:
-        hidden = kept[0].new_zeros(*size, kept[0].shape[1])
-        for row, (state, own) in enumerate(zip(chosen, kept, strict=True)):
-            hidden[row, state.positions] = own
-        hidden, stats = hidden.to(device), None
+    if kept:
+        hidden, stats = _kept_hidden(states, size).to(device), None
     else:
-        tokens = pad_sequence([state.tokens for state in chosen], batch_first=True).to(device)
+        tokens = pad_sequence([state.tokens for state in states], batch_first=True).to(device)
         visible = torch.arange(size[1]) < lengths.unsqueeze(1)
         output = model(tokens, None if bool(visible.all()) else visible.to(device))
         hidden, stats = output.hidden, ops.token_stats(output.logits)
-    return Batch(hidden, stats, mask.to(device), mi.to(device), pairs.to(device))
+    return Batch(hidden, stats, *(field.to(device) for field in (mask, mi, pairs, mask.sum(1) / lengths)))
+
+
+def _kept_hidden(states: Sequence[Example], size: tuple[int, int]) -> Tensor:
+    """[B, N, D], 0 where not masked."""
+    rows = [state.hidden for state in states if state.hidden is not None]
+    hidden = rows[0].new_zeros(*size, rows[0].shape[1])
+    for row, (state, own) in enumerate(zip(states, rows, strict=True)):
+        hidden[row, state.positions] = own
+    return hidden
 
 
 def split_states(states: Sequence[Example], held_out: float, seed: int) -> tuple[Sequence[Example], Sequence[Example]]:

@@ -233,7 +233,7 @@ def _collect(
         batch = read_batch(states[first : first + batch_size], model, device)
         upper = batch.pairs.triu()
         actual.append(batch.mi[upper].cpu())
-        ratios.append(batch.mask.float().mean(1)[:, None, None].expand_as(batch.mi)[upper].cpu())
+        ratios.append(batch.masked_share[:, None, None].expand_as(batch.mi)[upper].cpu())
         for name, source in sources.items():
             predicted = source(batch)
             values[name].append(predicted[upper].cpu())

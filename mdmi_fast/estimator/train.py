@@ -103,7 +103,8 @@ def train_estimator(
     Args:
         estimator: trained in place, on the device of its weights; `trained_on` is set to the model.
         model: whose hidden states the labels belong to, on the same device.
-        labels: of states of this model: a `LabelSet`, or the list that `read_examples` gives, of any lengths.
+        labels: of states of this model: a `LabelSet`, or the list that `read_examples` gives, of any lengths. Where all
+            bring their hidden states, the model is not asked in training.
         old: labels of before the model moved; as many as there are new ones are mixed into every epoch, drawn anew, so that
             what was learned is not forgotten. Never judged on.
         epochs: most passes over the states; the rate falls to 0 along a cosine.
@@ -139,6 +140,7 @@ def train_estimator(
     train, judge = split_states(states, held_out, seed)
     steps = -(-len(_order(len(train), len(old_states), seed, 0)) // batch_size)
     trainer = _Trainer(estimator, model, loss, learning_rate, weight_decay, epochs * steps)
+    kept = not estimator.needs_stats and all(state.hidden is not None for state in (*states, *old_states))
     settings = {
         "estimator": estimator.configuration(),
         "model": identity(model),
@@ -158,7 +160,7 @@ def train_estimator(
         order = _order(len(train), len(old_states), seed, run.epoch)
         for index, chosen in enumerate(order.split(batch_size)):
             batch = [train[n] if n < len(train) else old_states[n - len(train)] for n in chosen.tolist()]
-            total += trainer.step(batch, run.epoch * steps + index)
+            total += trainer.step(batch, run.epoch * steps + index, kept=kept)
         if not math.isfinite(total):
             raise ValueError(f"train_estimator: the loss of epoch {run.epoch} is {total}; lower learning_rate")
         report = _told_by_first(lambda: evaluate_estimator(estimator.eval(), model, judge))
@@ -191,15 +193,14 @@ class _Trainer:
         if _world() > 1:
             self.network = nn.parallel.DistributedDataParallel(estimator)
 
-    def step(self, states: Sequence[Example], number: int) -> float:
+    def step(self, states: Sequence[Example], number: int, *, kept: bool) -> float:
         """One step on some states; returns the loss over all of their pairs."""
         self.estimator.train()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * 0.5 * (1 + math.cos(math.pi * number / self.total_steps))
         share = states[_rank() :: _world()]
         # A process without a state of its own takes part with the first one, which counts nothing.
-        with_stats = self.estimator.needs_stats
-        batch = read_batch(share or states[:1], self.model, self.device, with_stats=with_stats)
+        batch = read_batch(share or states[:1], self.model, self.device, kept=kept)
         pairs = batch.pairs & (len(share) > 0)
         predicted = self.network(batch.hidden, batch.mask, batch.stats)
         sums = torch.stack([self.loss.total(predicted, batch.mi, pairs), pairs.sum()])
