@@ -24,9 +24,9 @@ from mdmi_fast.estimator import evaluate_splits
 from mdmi_fast.estimator.data import Example, read_examples
 from mdmi_fast.labels import FORMS, Form, write_labels
 
-MODEL, EPSILON, SMALLEST = "sapiens:heavy", 0.01, 25
-NETWORK: dict[str, Any] = {"layers": (128, 64), "combine": "interaction", "rank": 64, "marginals": "summary"}
-TRAINING: dict[str, Any] = {"epochs": 30, "patience": 10, "batch_size": 4, "learning_rate": 1e-3}
+MODEL, EPSILON, SMALLEST = "sapiens:heavy", 0.01, 16
+NETWORK: dict[str, Any] = {"layers": (128, 64), "combine": "interaction", "rank": 64}
+TRAINING: dict[str, Any] = {"epochs": 40, "patience": 40, "batch_size": 4, "learning_rate": 3e-3}
 
 
 def make_labels(folder: Path, model: Any, count: int, forms: Sequence[Form]) -> None:
