@@ -372,6 +372,8 @@ def test_evaluate_takes_a_shifted_set_and_can_do_without_built_ones(run: Run, tr
     evaluate = ("evaluate", "--labels", trained / "labels", "--model", "sudoku", "--estimator", "sudoku", "--json")
     alone = json.loads(run(*evaluate, "--built", 0)[1])
     assert [*alone["splits"]] == ["in distribution"]
+    assert alone["form"] == "joint"
+    assert "holds the forms joint, got form='kl'" in run(*evaluate, "--form", "kl")[2]
     given = json.loads(run(*evaluate, "--built", 2, "--shifted", trained / "labels")[1])
     assert [*given["splits"]] == ["in distribution", "shifted", "adversarial"]
     assert given["splits"]["shifted"] == alone["splits"]["in distribution"]

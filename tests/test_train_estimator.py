@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, train_estimator
 from mdmi_fast.estimator.data import examples, read_batch, split_states
-from mdmi_fast.estimator.network import identity
+from mdmi_fast.estimator.network import Output, identity
 from mdmi_fast.estimator.train import PairLoss, TrainingProgress, _order
 from mdmi_fast.labels import LabelSet, label_mi
 from mdmi_fast.models import MaskedOutput
@@ -95,6 +95,22 @@ def test_training_is_the_same_for_a_seed(taught: tuple[JointTable, LabelSet]) ->
     assert weights[0].equal(weights[1])
     assert repr(runs[0][1]) == repr(runs[1][1])  # NaN where a bin is empty
     assert not weights[0].equal(weights[2])
+
+
+@pytest.mark.parametrize(("output", "alike"), [("softplus", True), ("identity", False)])
+def test_negative_labels_count_as_nothing_where_the_output_is_not(
+    taught: tuple[JointTable, LabelSet], output: Output, alike: bool
+) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    negative = labels.mi - 0.2 * (labels.mi < 0.1)
+    weights = []
+    for mi in (negative, negative.clamp(min=0)):
+        torch.manual_seed(0)
+        fresh = PairwiseMIEstimator(model.hidden_size, layers=(8,), output=output)
+        estimator, _ = train_estimator(fresh, quick, labels._replace(mi=mi), epochs=1, held_out=0.8)
+        weights.append(estimator.last.weight)
+    assert weights[0].equal(weights[1]) == alike
 
 
 def test_training_stops_when_it_no_longer_improves(taught: tuple[JointTable, LabelSet]) -> None:

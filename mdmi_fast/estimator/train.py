@@ -95,7 +95,8 @@ def train_estimator(
 ) -> tuple[E, PairReport]:
     """Fit an estimator to the labels of a frozen model; the weights of the best epoch are kept.
 
-    The loss is `PairLoss`, the best epoch that of the highest held-out correlation. An estimator that was trained before
+    The loss is `PairLoss`, where negative labels count as 0 unless the estimator's output is "identity"; the best epoch
+    is that of the highest held-out correlation. An estimator that was trained before
     goes on from its weights (refinement, row S7). On a GPU the dense layers multiply in bfloat16. Under
     torchrun every process takes its share of each batch; what comes out is the same for any number of processes up
     to rounding.
@@ -203,7 +204,9 @@ class _Trainer:
         batch = read_batch(share or states[:1], self.model, self.device, kept=kept)
         pairs = batch.pairs & (len(share) > 0)
         predicted = self.network(batch.hidden, batch.mask, batch.stats)
-        sums = torch.stack([self.loss.total(predicted, batch.mi, pairs), pairs.sum()])
+        # What an output cannot reach must not weigh more the further away it is.
+        mi = batch.mi if self.estimator.output == "identity" else batch.mi.clamp(min=0)
+        sums = torch.stack([self.loss.total(predicted, mi, pairs), pairs.sum()])
         everywhere = sums.detach().clone()
         if _world() > 1:
             dist.all_reduce(everywhere)
