@@ -119,6 +119,10 @@ PYBIND11_MODULE(_C, m) {
 
   m.def("isa", [] { return std::string(mdmi::kernels().isa); });
   m.def("supported_isas", &mdmi::supported_isas);
+  m.def("fma_burst", [](int64_t rounds) {
+    py::gil_scoped_release unlocked;
+    return mdmi::kernels().fma_burst(rounds);
+  });
 
   m.def("select_budget", [](std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int entropy_dtype,
                             Strides2 entropy_strides, uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype,
@@ -184,13 +188,11 @@ PYBIND11_MODULE(_C, m) {
     py::gil_scoped_release unlocked;
     mdmi::finish_rows(pointer<mdmi::RowState>(states), n_rows, stats_out(out));
   });
-  m.def("expected_entropy", [](StackIn logits, int64_t width, uintptr_t out, int threads) {
+  m.def("stack_stats", [](StackIn logits, RowsIn base, int64_t width, std::array<uintptr_t, 3> out, int threads) {
     py::gil_scoped_release unlocked;
-    mdmi::expected_entropy(stack(logits), width, pointer<float>(out), threads);
-  });
-  m.def("expected_kl", [](StackIn logits, RowsIn base, int64_t width, uintptr_t out, int threads) {
-    py::gil_scoped_release unlocked;
-    mdmi::expected_kl(stack(logits), rows(base), width, pointer<float>(out), threads);
+    const mdmi::Rows base_rows = rows(base);
+    mdmi::stack_stats(stack(logits), base_rows.data == nullptr ? nullptr : &base_rows, width,
+                      {pointer<float>(out[0]), pointer<float>(out[1]), pointer<float>(out[2])}, threads);
   });
   m.def("expected_kl_backward",
         [](StackIn logits, RowsIn base, int64_t width, uintptr_t grad, Out d_logits, Out d_base, int threads) {
@@ -198,10 +200,6 @@ PYBIND11_MODULE(_C, m) {
           mdmi::expected_kl_backward(stack(logits), rows(base), width, pointer<double>(grad), rows_out(d_logits),
                                      rows_out(d_base), threads);
         });
-  m.def("mixture_entropy", [](StackIn logits, int64_t width, uintptr_t mixture, uintptr_t expected, int threads) {
-    py::gil_scoped_release unlocked;
-    mdmi::mixture_entropy(stack(logits), width, {pointer<float>(mixture), pointer<float>(expected)}, threads);
-  });
   m.def("mixture_entropy_backward", [](StackIn logits, int64_t width, uintptr_t grad, Out d_logits, int threads) {
     py::gil_scoped_release unlocked;
     mdmi::mixture_entropy_backward(stack(logits), width, pointer<double>(grad), rows_out(d_logits), threads);

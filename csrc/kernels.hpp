@@ -16,6 +16,10 @@ namespace mdmi {
 struct Kernels {
   const char* isa;
 
+  // Twelve chains of `rounds` multiply-adds each, as many as hide their latency: the most this processor can do.
+  // Returns the operations done.
+  int64_t (*fma_burst)(int64_t rounds);
+
   bool (*any_nan_f32)(const float* x, int64_t n);
 
   void (*row_stats)(const Rows& logits, int64_t width, int64_t begin, int64_t end, const StatsOut& out);
@@ -46,15 +50,11 @@ struct Kernels {
   void (*add_to_halves)(const PairTape& tape, const float* const* left, const float* const* right, float* const* d_left,
                         float* const* d_right, int64_t n_pairs, bool multiply, int64_t begin, int64_t end);
 
-  // q_top, q_log_sum: what row_stats says of q.
-  void (*kl_rows)(const Rows& p, const Rows& q, int64_t width, int64_t begin, int64_t end, const double* q_top,
-                  const double* q_log_sum, float* out);
   // scratch: room for two rows, filled up to 16 elements; states: one per alternative. Both belong to one thread.
-  void (*kl_backward)(const Stack& p, const Rows& q, int64_t width, int64_t begin, int64_t end, const double* grad,
-                      const double* q_top, const double* q_log_sum, const RowsOut& d_p, const RowsOut& d_q,
-                      void* scratch);
-  void (*mixture_rows)(const Stack& logits, int64_t width, int64_t begin, int64_t end, const MixtureOut& out,
-                       void* scratch, RowState* states);
+  void (*stack_rows)(const Stack& logits, const Base& base, int64_t width, int64_t begin, int64_t end,
+                     const StackOut& out, void* scratch, RowState* states);
+  void (*kl_backward)(const Stack& p, const Base& q, int64_t width, int64_t begin, int64_t end, const double* grad,
+                      const RowsOut& d_p, const RowsOut& d_q, void* scratch);
   void (*mixture_backward)(const Stack& logits, int64_t width, int64_t begin, int64_t end, const double* grad,
                            const RowsOut& d_logits, void* scratch, RowState* states);
 

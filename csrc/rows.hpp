@@ -51,8 +51,14 @@ struct StatsGrad {  // each [rows] or null
   const double *entropy = nullptr, *logsumexp = nullptr, *confidence = nullptr, *margin = nullptr;
 };
 
-struct MixtureOut {  // [rows]: entropy of the mixture and, unless null, the weighted sum of the entropies
-  float *mixture, *expected;
+// What KL divergence is taken from; top and log_sum are what row_stats says of its rows, NaN where they are undefined.
+struct Base {
+  Rows rows;
+  const double *top, *log_sum;
+};
+
+struct StackOut {  // [rows] or null: entropy of the mixture, weighted sums of the entropies and of the KL divergences
+  float *mixture = nullptr, *entropy = nullptr, *kl = nullptr;
 };
 
 }  // namespace mdmi

@@ -40,16 +40,23 @@ class Rooms {
   std::vector<RowState> states_;
 };
 
-struct Normaliser {  // of each row of q
-  std::unique_ptr<double[]> top, log_sum;
-  explicit Normaliser(int64_t n_rows) : top(new double[size_t(n_rows)]), log_sum(new double[size_t(n_rows)]) {}
+// Statistics of the rows that KL divergence is taken from.
+class BaseRows {
+ public:
+  BaseRows(const Rows& rows, int64_t n_rows)
+      : rows_(rows), top_(new double[size_t(n_rows)]), log_sum_(new double[size_t(n_rows)]) {}
 
-  void fill(const Rows& q, int64_t width, int64_t begin, int64_t end) {
+  Base fill(int64_t width, int64_t begin, int64_t end) {
     StatsOut out;
-    out.top = top.get();
-    out.log_sum = log_sum.get();
-    kernels().row_stats(q, width, begin, end, out);
+    out.top = top_.get();
+    out.log_sum = log_sum_.get();
+    kernels().row_stats(rows_, width, begin, end, out);
+    return {rows_, top_.get(), log_sum_.get()};
   }
+
+ private:
+  Rows rows_;
+  std::unique_ptr<double[]> top_, log_sum_;
 };
 
 }  // namespace
@@ -76,61 +83,22 @@ void finish_rows(const RowState* states, int64_t n_rows, const StatsOut& out) {
   for (int64_t row = 0; row < n_rows; ++row) kernels().finish_row(states[row], row, out);
 }
 
-namespace {
-
-// sum_k w_k term_k, where term(k, begin, end) leaves term_k of these rows in `terms`.
-template <class Term>
-void weighted_sum(const Stack& stack, int64_t begin, int64_t end, const float* terms, float* out, Term term) {
-  std::vector<double> sum(size_t(end - begin), 0.0);
-  for (int64_t k = 0; k < stack.count; ++k) {
-    term(k);
-    for (int64_t row = begin; row < end; ++row)
-      if (stack.weight(k, row) != 0.0) sum[size_t(row - begin)] += stack.weight(k, row) * double(terms[row]);
-  }
-  for (int64_t row = begin; row < end; ++row) out[row] = float(sum[size_t(row - begin)]);
-}
-
-}  // namespace
-
-void expected_entropy(const Stack& logits, int64_t width, float* out, int threads) {
-  const int64_t n_rows = logits.rows_per_k;
-  std::unique_ptr<float[]> terms(new float[size_t(n_rows)]);
-  StatsOut entropies;
-  entropies.entropy = terms.get();
-  for_rows(n_rows, width * logits.count, threads, [&](int64_t begin, int64_t end, int) {
-    weighted_sum(logits, begin, end, terms.get(), out,
-                 [&](int64_t k) { kernels().row_stats(logits.rows_of(k), width, begin, end, entropies); });
-  });
-}
-
-void expected_kl(const Stack& logits, const Rows& base, int64_t width, float* out, int threads) {
-  const int64_t n_rows = logits.rows_per_k;
-  std::unique_ptr<float[]> terms(new float[size_t(n_rows)]);
-  Normaliser of_base(n_rows);
-  for_rows(n_rows, width * (logits.count + 1), threads, [&](int64_t begin, int64_t end, int) {
-    of_base.fill(base, width, begin, end);
-    weighted_sum(logits, begin, end, terms.get(), out, [&](int64_t k) {
-      kernels().kl_rows(logits.rows_of(k), base, width, begin, end, of_base.top.get(), of_base.log_sum.get(),
-                        terms.get());
-    });
+void stack_stats(const Stack& logits, const Rows* base, int64_t width, const StackOut& out, int threads) {
+  BaseRows of_base(base == nullptr ? logits.rows : *base, base == nullptr ? 0 : logits.rows_per_k);
+  Rooms rooms(width, logits.count, logits.rows.dtype, threads);
+  for_rows(logits.rows_per_k, width * logits.count, threads, [&](int64_t begin, int64_t end, int worker) {
+    const Base filled = base == nullptr ? Base{} : of_base.fill(width, begin, end);
+    kernels().stack_rows(logits, filled, width, begin, end, out, rooms.row(worker), rooms.states(worker));
   });
 }
 
 void expected_kl_backward(const Stack& logits, const Rows& base, int64_t width, const double* grad,
                           const RowsOut& d_logits, const RowsOut& d_base, int threads) {
-  Normaliser of_base(logits.rows_per_k);
+  BaseRows of_base(base, logits.rows_per_k);
   Rooms rooms(width, 0, base.dtype, threads);
   for_rows(logits.rows_per_k, width * logits.count, threads, [&](int64_t begin, int64_t end, int worker) {
-    of_base.fill(base, width, begin, end);
-    kernels().kl_backward(logits, base, width, begin, end, grad, of_base.top.get(), of_base.log_sum.get(), d_logits,
-                          d_base, rooms.row(worker));
-  });
-}
-
-void mixture_entropy(const Stack& logits, int64_t width, const MixtureOut& out, int threads) {
-  Rooms rooms(width, logits.count, logits.rows.dtype, threads);
-  for_rows(logits.rows_per_k, width * logits.count, threads, [&](int64_t begin, int64_t end, int worker) {
-    kernels().mixture_rows(logits, width, begin, end, out, rooms.row(worker), rooms.states(worker));
+    kernels().kl_backward(logits, of_base.fill(width, begin, end), width, begin, end, grad, d_logits, d_base,
+                          rooms.row(worker));
   });
 }
 

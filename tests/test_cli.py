@@ -155,10 +155,11 @@ def test_help_names_the_policies_and_forms_that_exist() -> None:
         (["label", "--model", "sudoku", "--out", "x"], "one of the arguments --data --states is required"),
         (["label", "--model", "hf:x", "--out", "x", "--states", "5"], "--states makes boards for sudoku models"),
         (["label", "--model", "sudoku", "--out", "x", "--states", "5", "--limit", "2"], "takes no --limit"),
-        (
-            ["label", "--model", "sudoku", "--out", "x", "--states", "5", "--form", "kl", "--epsilon", "0.1"],
-            "--epsilon needs --form joint",
-        ),
+        (["label", "--model", "sudoku", "--out", "x", "--states", "5", "--mask", "uniform"], "and no --mask"),
+        (["label", "--model", "sudoku", "--out", "x", "--data", "y", "--keep", "1"], "--keep belongs to --mask"),
+        (["label", "--model", "sudoku", "--out", "x", "--data", "y", "--samples", "1"], "must be at least 2"),
+        (["label", "--model", "sudoku", "--out", "x", "--data", "y", "--mask", "half"], "expected uniform, share:S"),
+        (["label", "--model", "sudoku", "--out", "x", "--data", "y", "--mask", "share:2"], "share must lie in"),
         (["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--held-out", "1"], "must lie between 0 and 1"),
         (["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--layers", "4,x"], "--layers"),
         (
@@ -294,11 +295,11 @@ def test_labels_are_those_of_the_library_and_a_second_run_finds_them(run: Run, t
     code, out, _ = run(*label)
     assert code == 0
     assert " passes in this run" in out
-    assert torch.equal(load_file(tmp_path / "labels" / "labels-00000.safetensors")["mi"], kept["mi"])
+    assert torch.equal(load_file(tmp_path / "labels" / "labels-00000.safetensors")["mi.joint"], kept["mi.joint"])
     assert ": 0 passes in this run" in run(*label)[1]
     code, _, err = run(*label, "--form", "kl")
     assert code == 1
-    assert "holds labels made with another form" in err
+    assert "holds labels made with another forms" in err
     assert err.count("\n") == 1
 
 
@@ -326,14 +327,24 @@ def test_states_as_met_while_decoding_are_made_from_the_seed(
 
 
 @pytest.mark.usefixtures("two_tokens")
-def test_label_needs_states_of_one_length(run: Run, tmp_path: Path) -> None:
+def test_label_takes_states_of_unequal_lengths_and_masks_sequences(run: Run, tmp_path: Path) -> None:
     data = tmp_path / "states.jsonl"
-    data.write_text('{"tokens": [3, 3]}\n{"tokens": [3, 3, 1]}\n')
-    code, _, err = run("label", "--model", "any", "--data", data, "--out", tmp_path / "labels")
+    data.write_text('{"tokens": [3, 3]}\n{"tokens": [1, 3, 3]}\n')
+    label = ("label", "--model", "any", "--data", data, "--out")
+    assert run(*label, tmp_path / "states", "--form", "joint", "kl")[0] == 0
+    states = list(mdmi_fast.labels.stream_labels(tmp_path / "states"))
+    assert [state.tokens.tolist() for state in states] == [[3, 3], [1, 3, 3]]
+    assert [state.pairs.tolist() for state in states] == [[[0, 1]], [[1, 2]]]
+    assert set(states[0].mi) == {"joint", "kl"}
+    for mask in ("uniform", "share:0.5", "trajectory:entropy", "trajectory:random"):
+        folder = tmp_path / mask.replace(":", "-")
+        assert run(*label, folder, "--mask", mask, "--keep", 1, "--hidden", "--window", 1, "--samples", 2)[0] == 0
+        states = list(mdmi_fast.labels.stream_labels(folder))
+        assert int(states[1].tokens[0]) == 1
+        assert all(len(state.positions) and state.hidden is not None for state in states)
+    code, _, err = run("train", "--labels", tmp_path / "states", "--model", "any", "--out", tmp_path / "estimator")
     assert code == 1
-    assert f"{data}: label needs states of one length, got lengths 2 to 3" in err
-    data.write_text('{"tokens": [3, 3]}\n{"tokens": [3, 1]}\n')
-    assert run("label", "--model", "any", "--data", data, "--out", tmp_path / "labels")[0] == 0
+    assert "holds lengths 2 to 3; read them with stream_labels" in err
 
 
 def test_train_reports_every_epoch_and_evaluate_reads_what_it_saved(run: Run, trained: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import types
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,14 +19,21 @@ X = torch.zeros(2, 3)
 
 
 @pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], types.ModuleType | str]:
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[str, str], types.ModuleType | str]]:
     """Backends as the test says: modules, or reasons why there is none."""
-    table: dict[tuple[str, str], types.ModuleType | str] = {}
+
+    class Table(dict[tuple[str, str], types.ModuleType | str]):
+        def __setitem__(self, key: tuple[str, str], value: types.ModuleType | str) -> None:
+            super().__setitem__(key, value)
+            _dispatch._able.cache_clear()
+
+    table = Table()
     real = _dispatch._module
     monkeypatch.setattr(_dispatch, "_module", lambda backend, stem: table.get((backend, stem)) or real(backend, stem))
     monkeypatch.delenv("MDMI_BACKEND", raising=False)
     _dispatch._say_slower_once.cache_clear()
-    return table
+    yield table
+    _dispatch._able.cache_clear()
 
 
 def module(**functions: object) -> types.ModuleType:

@@ -114,10 +114,35 @@ def test_reductions_agree_with_float64(shape: tuple[int, ...], n_vocabulary: int
         ),
         (ops.expected_kl(logits, weights, base, backend=backend), reference.expected_kl(logits64, weights64, base64)),
         (ops.mixture_entropy(logits, weights, backend=backend), reference.mixture_entropy(logits64, weights64)),
+        *zip(
+            ops.mixture_stats(logits, weights, base, backend=backend),
+            reference.mixture_stats(logits64, weights64, base64),
+            strict=True,
+        ),
     ]
     for got, expected in pairs:
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), expected, **CLOSE)
+
+
+@EXPECTED
+@pytest.mark.parametrize("n_vocabulary", [1, 9, 33, 300])
+def test_one_read_gives_what_three_give(n_vocabulary: int, backend: str) -> None:
+    logits, weights, base = alternatives(40, 3, 11, n_vocabulary=n_vocabulary)
+    logits[1, 1, 2] = logits[3, 2, 5, 0] = -INF  # an undefined row and a zero
+    base[0, 4, -1] = base[1, 7] = -INF
+    weights[1, 1, :] = weights[:, 0, 3] = 0.0
+    stats = ops.mixture_stats(logits, weights, base, backend=backend)
+    alone = (
+        ops.mixture_entropy(logits, weights, backend=backend),
+        ops.expected_entropy(logits, weights, backend=backend),
+        ops.expected_kl(logits, weights, base, backend=backend),
+    )
+    for got, expected in zip(stats, alone, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+    for got, name in zip(stats, stats._fields, strict=True):
+        args = (logits.double(), weights.double(), *([base.double()] if name == "expected_kl" else []))
+        torch.testing.assert_close(got.double(), getattr(reference, name)(*args), **CLOSE, equal_nan=True)
 
 
 @EXPECTED
@@ -239,6 +264,7 @@ def test_the_registrations_are_sound() -> None:
     torch.library.opcheck(library.expected_kl_backward.default, (grad, logits, weights, base, None))
     torch.library.opcheck(library.mixture_entropy.default, (x, weights, None))
     torch.library.opcheck(library.mixture_entropy_backward.default, (grad, logits, weights, None))
+    torch.library.opcheck(library.mixture_stats.default, (logits, weights, base, None))
 
 
 def test_compiles_in_one_graph() -> None:

@@ -137,3 +137,8 @@ def mixture_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> T
             d_x = _silenced(w[:, k, None].to(dtype), d_x * g.to(dtype).unsqueeze(-1))
             out[:, k] = torch.where(undefined, 0.0, d_x)
     return result
+
+
+def mixture_stats(logits: Tensor, weights: Tensor, base_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mixture, entropy = mixture_entropy(logits, weights), expected_entropy(logits, weights)
+    return mixture, entropy, expected_kl(logits, weights, base_logits)

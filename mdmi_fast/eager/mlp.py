@@ -9,7 +9,7 @@ from torch import Tensor
 def mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     dtype = torch.float64 if torch.float64 in (x.dtype, weights[0].dtype) else torch.float32
     if x.numel() == 0:
-        return torch.zeros(*x.shape[:-1], weights[-1].shape[1], device=x.device)
+        return torch.zeros(*x.shape[:-1], weights[-1].shape[1], dtype=torch.float32, device=x.device)
     weights, biases = [w.to(dtype) for w in weights], [b.to(dtype) for b in biases]
     # A matrix product rounds a row by the matrix's shape and the row's place in it, so every sequence (the rows behind
     # the first dimension) is multiplied by itself, in memory of its own.

@@ -49,6 +49,11 @@ class Head:
         )
 
 
+# Where modules and parameters were found (holder, name, found), the parameters with their addresses and versions, and what
+# was made of them.
+_Frozen = tuple[list[tuple[dict[str, Any], str, Any]], list[Tensor], list[tuple[int, int]], Head, ops.PreparedPairwise]
+
+
 class RowLayers(nn.Sequential):
     """Linear layers with ReLU between them, on every position by itself: the same, bit for bit, in every batch.
 
@@ -99,7 +104,7 @@ class PairScorer(nn.Module):
         self.trained_on: dict[str, Any] | None = None
         self.provenance: dict[str, Any] = {}
         self.precision: str | None = None
-        self._frozen: tuple[tuple[int, ...], Head, ops.PreparedPairwise] | None = None
+        self._frozen: _Frozen | None = None
 
     def read(self, hidden: Tensor, marginals: ops.TokenStats | None) -> Tensor:
         """The state [B, N, W] of every position that the halves are made of."""
@@ -265,12 +270,21 @@ class PairScorer(nn.Module):
         """The head; outside of training packed once and kept until a weight changes."""
         if torch.is_grad_enabled() or next(self.parameters()).is_inference():
             return self.head(), None
-        versions = tuple(number for p in self.parameters() for number in (p.data_ptr(), p._version))
-        if self._frozen is None or self._frozen[0] != versions:
-            head = self.head()
-            packed = ops.prepare_pairwise(head.weights, head.biases, head.w_out, head.b_out)
-            self._frozen = (versions, head, packed)
-        return self._frozen[1], self._frozen[2]
+        # Walking the parameters takes longer than scoring a board: look where they were found instead.
+        if self._frozen is not None and all(holder.get(name) is found for holder, name, found in self._frozen[0]):
+            _, parameters, versions, head, prepared = self._frozen
+            if versions == [(p.data_ptr(), p._version) for p in parameters]:
+                return head, prepared
+        places = [
+            (holder, name, found)
+            for module in self.modules()
+            for holder in (module._modules, module._parameters)
+            for name, found in holder.items()
+        ]
+        parameters, head = list(self.parameters()), self.head()
+        prepared = ops.prepare_pairwise(head.weights, head.biases, head.w_out, head.b_out)
+        self._frozen = (places, parameters, [(p.data_ptr(), p._version) for p in parameters], head, prepared)
+        return head, prepared
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_frozen": None}  # what a backend packed belongs to this process

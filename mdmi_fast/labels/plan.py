@@ -8,13 +8,15 @@ What the others could change, whatever the model answers to them:
   All terms are >= 0, the first is at most h(delta), the last at most delta H(X_i | T). So full probing lies between
   (1 - delta) I_probed, which is the label, and that plus h(delta) + delta H(X_i | T), the entropy of X_i that was not
   probed. With no probe at all this says 0 <= I <= H(X_i): a position of low entropy needs no probe.
-- "entropy": H(x_j) is known from the base pass, and the sum of p_v H(q_v) lacks between 0 and delta ln V.
+- "entropy": H(x_j) is known from the base pass, and of the sum of p_v H(q_v) there lacks between 0 and delta ln V. The label
+  takes the mean of those probed for the others, which is wrong by at most delta ln V.
 - "kl": the sum of p_v KL(q_v || p_j) lacks between 0 and delta max_x(-ln p_j(x)), as KL(q || p) <= max_x(-ln p(x)). That is
   inf where p_j has a zero: then nothing is left out.
 
-These are the tightest bounds that hold for every network: an answer not asked for may put all of q_v on a token that
-is nearly impossible otherwise, and knowing the base marginal of X_j does not exclude it, because a trained network's
-conditionals do not add up to it. So no answer received makes a probe needless that was needed before.
+Answers received do not make these bounds smaller: one not asked for may put all of q_v on a token that is nearly
+impossible otherwise, and the base marginal of X_j does not exclude it, because a trained network's conditionals do not
+add up to it. In the joint form a label in the middle of its interval would be proven twice as well, which saves 1% of
+the passes on Sudoku states (a threshold of 0.02 instead of 0.01 nats), but would lift every pair that shares nothing.
 
 Three more savings:
 
@@ -53,7 +55,7 @@ class Plan(NamedTuple):
         probes: [B, N, V] bool, the passes: `values`, one for all interchangeable ones.
         twin: [B, V] int64, the token whose probe tells of this one, itself for most.
         known: [B, N] bool: this end says something of its pairs. False only where the other end is relied on.
-        drawn: [B, N] bool: the values are a sample.
+        draws: [B, N] int64: how many draws the values are of, 0 where they were not drawn.
         error: form -> [B, N, N] float32, at most so far from full probing is row i of what the probes give.
     """
 
@@ -63,7 +65,7 @@ class Plan(NamedTuple):
     probes: Tensor
     twin: Tensor
     known: Tensor
-    drawn: Tensor
+    draws: Tensor
     error: dict[Form, Tensor]
 
 
@@ -123,7 +125,8 @@ def make_plan(
     twin = _twins(tokens, p.shape[-1], interchangeable)
     probes = torch.zeros_like(order).scatter_add_(-1, twin.unsqueeze(1).expand_as(order), values.long()) > 0
     kept = kept.masked_fill(drawn, 1.0)
-    return Plan(values, weights, kept, probes, twin, known, drawn, {form: each.float() for form, each in error.items()})
+    draws = drawn * (samples or 0)
+    return Plan(values, weights, kept, probes, twin, known, draws, {form: each.float() for form, each in error.items()})
 
 
 class _Outside(NamedTuple):

@@ -261,10 +261,11 @@ def probe_mi(
         with torch.no_grad():
             try:
                 base = forward(state.tokens, state.attention_mask)
+                entropy, plan = _plan(forward, state, base.logits, settings, first=done)
             except torch.OutOfMemoryError:
                 forward.shrink(len(state.tokens), tokens.shape[1])
                 continue
-            parts.append(_probe(forward, state, base, settings, progress, first=done))
+            parts.append(_probe(forward, state, base, entropy, plan, settings, progress, first=done))
         done += max(1, len(state.tokens))
     return _join(parts)
 
@@ -295,7 +296,7 @@ class _Group(NamedTuple):
     Attributes:
         row, position: where.
         kept: share of p that the values carry.
-        drawn: the values are a sample.
+        draws: how many draws the values are of; 0 where they were not drawn.
         values: [K] what the position is set to.
         shares: [K] float64 weights.
         probes: [R] the values that are run.
@@ -305,7 +306,7 @@ class _Group(NamedTuple):
     row: int
     position: int
     kept: float
-    drawn: bool
+    draws: int
     values: Tensor
     shares: Tensor
     probes: Tensor
@@ -325,23 +326,14 @@ class _Group(NamedTuple):
         return swapped, self.shares[own]
 
 
-def _probe(
-    forward: Forward,
-    state: _State,
-    base: MaskedOutput,
-    settings: _Settings,
-    progress: Callable[[int], None] | None,
-    *,
-    first: int,
-) -> Probe:
-    """Probe sequences whose base pass is made; `first` is the number of the first one, for messages."""
-    tokens, mask = state.tokens, state.mask
-    entropy = ops.entropy(base.logits).masked_fill(~mask, 0.0)
+def _plan(forward: Forward, state: _State, base: Tensor, settings: _Settings, *, first: int) -> tuple[Tensor, Plan]:
+    """Entropies [B, N] of the base pass, and what to probe; `first` is the number of the first sequence, for messages."""
+    entropy = ops.entropy(base).masked_fill(~state.mask, 0.0)
     _refuse_nan(entropy, first)
     plan = make_plan(
-        base.logits,
-        tokens,
-        mask,
+        base,
+        state.tokens,
+        state.mask,
         state.pairs,
         forms=settings.forms,
         epsilon=settings.epsilon,
@@ -350,6 +342,22 @@ def _probe(
         seed=settings.seed,
         interchangeable=getattr(forward.model, "interchangeable_tokens", ()),
     )
+    return entropy, plan
+
+
+def _probe(
+    forward: Forward,
+    state: _State,
+    base: MaskedOutput,
+    entropy: Tensor,
+    plan: Plan,
+    settings: _Settings,
+    progress: Callable[[int], None] | None,
+    *,
+    first: int,
+) -> Probe:
+    """Run a plan."""
+    tokens = state.tokens
     if progress is not None:
         progress(len(tokens))
     shape = state.pairs.shape
@@ -378,7 +386,7 @@ def _probe(
             _refuse_nan(matrix.masked_fill_(~state.pairs, 0.0), first)
     passes = 1 + plan.probes.sum(dim=(1, 2))
     error = {form: plan.error[form] for form in settings.forms}
-    return Probe(directed, error, spread, mask, state.pairs, plan.known, entropy, passes, base.hidden)
+    return Probe(directed, error, spread, state.mask, state.pairs, plan.known, entropy, passes, base.hidden)
 
 
 def _groups(plan: Plan) -> list[_Group]:
@@ -390,7 +398,7 @@ def _groups(plan: Plan) -> list[_Group]:
     place = (plan.probes.long().cumsum(dim=-1) - 1)[rows, positions, plan.twin[rows, values]]
     sizes = counts[probed].tolist()
     columns = (
-        *(part.tolist() for part in (*probed.nonzero().unbind(dim=1), plan.kept[probed], plan.drawn[probed])),
+        *(part.tolist() for part in (*probed.nonzero().unbind(dim=1), plan.kept[probed], plan.draws[probed])),
         values.split(sizes),
         plan.weights[rows, positions, values].split(sizes),
         plan.probes.nonzero()[:, 2].split(plan.probes.sum(dim=-1)[probed].tolist()),
@@ -427,18 +435,17 @@ def _run(
     if len(batch[0].values) > forward.batch_size(state.tokens.shape[1]):
         ((group, columns),) = groups
         here = base[group.row, columns], entropy[group.row, columns]
-        if group.drawn:
+        if group.draws:
             logits = torch.cat([logits for _, logits in _pieces(forward, state, group, columns)])
-            return [_read_sample(group, columns, logits, *here, settings)]
-        return [_read_in_pieces(forward, state, group, columns, *here, settings)]
+            return [_read_sample(group, columns, logits, *here)]
+        return [_read_in_pieces(forward, state, group, columns, *here)]
     rows = torch.tensor([group.row for group, _ in groups for _ in group.probes], device=base.device)
     positions = torch.tensor([group.position for group, _ in groups for _ in group.probes], device=base.device)
     logits = _answers(forward, state, rows, positions, torch.cat([group.probes for group, _ in groups]))
     found = []
     for (group, columns), part in zip(groups, logits.split([len(group.probes) for group, _ in groups]), strict=True):
-        read = _read_sample if group.drawn else _read
-        here = base[group.row, columns], entropy[group.row, columns]
-        found.append(read(group, columns, part[:, columns], *here, settings))
+        read = _read_sample if group.draws else _read
+        found.append(read(group, columns, part[:, columns], base[group.row, columns], entropy[group.row, columns]))
     return found
 
 
@@ -461,21 +468,17 @@ def _pieces(forward: Forward, state: _State, group: _Group, columns: slice) -> I
         yield first, _answers(forward, state, rows, positions, values)[:, columns]
 
 
-def _read(
-    group: _Group, columns: slice, logits: Tensor, base: Tensor, entropy: Tensor, settings: _Settings
-) -> _Reading:
+def _read(group: _Group, columns: slice, logits: Tensor, base: Tensor, entropy: Tensor) -> _Reading:
     """Reduce the answers [R, n, V] to a position's probes, without a temporary of their size."""
     answers, shares = group.answers(logits, 0)
-    weights = shares.unsqueeze(-1).expand(answers.shape[:-1])
-    values: dict[Form, Tensor] = {}
-    if "kl" in settings.forms:
-        values["kl"] = ops.expected_kl(answers, weights, base) * group.kept
-    if settings.forms != ("kl",):
-        conditional = ops.expected_entropy(answers, weights)
-        values["entropy"] = entropy - conditional
-    if "joint" in settings.forms:
-        values["joint"] = (ops.mixture_entropy(answers, weights) - conditional).clamp(min=0) * group.kept
-    return _Reading(group, columns, values, None)
+    stats = ops.mixture_stats(answers, shares.unsqueeze(-1).expand(answers.shape[:-1]), base)
+    joint = (stats.mixture_entropy - stats.expected_entropy).clamp(min=0)
+    return _Reading(group, columns, _forms(group, joint, entropy - stats.expected_entropy, stats.expected_kl), None)
+
+
+def _forms(group: _Group, joint: Tensor, entropy: Tensor, kl: Tensor) -> dict[Form, Tensor]:
+    """The readings of the values probed as labels: two of them count for the share of p that was probed."""
+    return {"joint": joint * group.kept, "entropy": entropy, "kl": kl * group.kept}
 
 
 def _read_in_pieces(
@@ -485,7 +488,6 @@ def _read_in_pieces(
     columns: slice,
     base: Tensor,
     entropy: Tensor,
-    settings: _Settings,
 ) -> _Reading:
     """`_read` of a position with too many probes for one batch: sums, and the mixture itself, over batches."""
     kl, conditional, mixture = torch.zeros_like(entropy), torch.zeros_like(entropy), torch.zeros_like(base)
@@ -496,17 +498,10 @@ def _read_in_pieces(
         conditional += ops.expected_entropy(answers, weights)
         mixture += torch.einsum("k,knv->nv", shares.to(answers.dtype), answers.softmax(dim=-1))
     joint = (ops.entropy(mixture.log()) - conditional).clamp(min=0)
-    values: dict[Form, Tensor] = {
-        "joint": joint * group.kept,
-        "entropy": entropy - conditional,
-        "kl": kl * group.kept,
-    }
-    return _Reading(group, columns, values, None)
+    return _Reading(group, columns, _forms(group, joint, entropy - conditional, kl), None)
 
 
-def _read_sample(
-    group: _Group, columns: slice, logits: Tensor, base: Tensor, entropy: Tensor, settings: _Settings
-) -> _Reading:
+def _read_sample(group: _Group, columns: slice, logits: Tensor, base: Tensor, entropy: Tensor) -> _Reading:
     """`_read` of values drawn at random: means over the draws, with their standard errors.
 
     The joint form is the mean of KL(q_v || m), m the mean of the q_v drawn; that m moves with every draw changes the mean
@@ -520,10 +515,9 @@ def _read_sample(
         "kl": ops.kl_divergence(answers, base.expand_as(answers)),
     }
     weights = shares.unsqueeze(-1).float()
-    assert settings.samples is not None  # else nothing is drawn
     values = {form: (weights * each).sum(dim=0) for form, each in terms.items()}
     errors = {
-        form: ((weights * (each - values[form]).square()).sum(dim=0) / (settings.samples - 1)).sqrt()
+        form: ((weights * (each - values[form]).square()).sum(dim=0) / (group.draws - 1)).sqrt()
         for form, each in terms.items()
     }
     own = entropy[group.position - (columns.start or 0)]

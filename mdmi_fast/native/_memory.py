@@ -50,6 +50,8 @@ def rows_of(x: Tensor, skip: int = 0) -> tuple[Tensor, Rows]:
     """The rows [..., V] of x behind its first `skip` axes, and the tensor they point into: a copy only where the last
     axis is not contiguous or the leading ones have more than two strides.
     """
+    if x.is_contiguous():  # the common case, without the general one's price
+        return x, (x.data_ptr(), DTYPE[x.dtype], (x.shape[skip:-1].numel(), 0, x.shape[-1]))
     lead = slice(skip, x.dim() - 1)
     layout = _two_strides(x.shape[lead], x.stride()[lead]) if x.stride(-1) == 1 or x.shape[-1] == 1 else None
     if layout is None:

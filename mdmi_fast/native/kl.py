@@ -35,11 +35,33 @@ def kl_divergence_backward(grad: Tensor, p_logits: Tensor, q_logits: Tensor) -> 
     return d_p.squeeze(0), d_q
 
 
-def expected_entropy(logits: Tensor, weights: Tensor) -> Tensor:
-    result = torch.empty(logits.shape[1:-1], dtype=torch.float32)
+def _stack_stats(
+    logits: Tensor,
+    weights: Tensor | None,
+    base_logits: Tensor | None = None,
+    *,
+    mixture: Tensor | None = None,
+    entropy: Tensor | None = None,
+    kl: Tensor | None = None,
+) -> None:
+    """Writes what is asked for, in one read of the logits."""
+    base: Rows = (0, 0, (1, 0, 0))
+    if base_logits is not None:
+        logits, base_logits = same_width(logits, base_logits)
+        base_logits, base = rows_of(base_logits)
     alive, stack = _stack(logits, weights)
-    _C.expected_entropy(stack, logits.shape[-1], result.data_ptr(), get_num_threads())
+    out = [0 if x is None else x.data_ptr() for x in (mixture, entropy, kl)]
+    _C.stack_stats(stack, base, logits.shape[-1], out, get_num_threads())
     del alive
+
+
+def _new(logits: Tensor) -> Tensor:
+    return torch.empty(logits.shape[1:-1], dtype=torch.float32)
+
+
+def expected_entropy(logits: Tensor, weights: Tensor) -> Tensor:
+    result = _new(logits)
+    _stack_stats(logits, weights, entropy=result)
     return result
 
 
@@ -48,12 +70,8 @@ def expected_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> 
 
 
 def expected_kl(logits: Tensor, weights: Tensor | None, base_logits: Tensor) -> Tensor:
-    result = torch.empty(base_logits.shape[:-1], dtype=torch.float32)
-    logits, base_logits = same_width(logits, base_logits)
-    alive, stack = _stack(logits, weights)
-    base_logits, base = rows_of(base_logits)
-    _C.expected_kl(stack, base, base_logits.shape[-1], result.data_ptr(), get_num_threads())
-    del alive
+    result = _new(logits)
+    _stack_stats(logits, weights, base_logits, kl=result)
     return result
 
 
@@ -74,21 +92,15 @@ def expected_kl_backward(
 
 
 def mixture_entropy(logits: Tensor, weights: Tensor) -> Tensor:
-    result = torch.empty(logits.shape[1:-1], dtype=torch.float32)
-    alive, stack = _stack(logits, weights)
-    _C.mixture_entropy(stack, logits.shape[-1], result.data_ptr(), 0, get_num_threads())
-    del alive
+    result = _new(logits)
+    _stack_stats(logits, weights, mixture=result)
     return result
 
 
-def mixture_and_expected_entropy(logits: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`mixture_entropy` and `expected_entropy` from one read of the logits; their difference is the mutual information."""
-    mixture = torch.empty(logits.shape[1:-1], dtype=torch.float32)
-    expected = torch.empty_like(mixture)
-    alive, stack = _stack(logits, weights)
-    _C.mixture_entropy(stack, logits.shape[-1], mixture.data_ptr(), expected.data_ptr(), get_num_threads())
-    del alive
-    return mixture, expected
+def mixture_stats(logits: Tensor, weights: Tensor, base_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    mixture, entropy, kl = (_new(logits) for _ in range(3))
+    _stack_stats(logits, weights, base_logits, mixture=mixture, entropy=entropy, kl=kl)
+    return mixture, entropy, kl
 
 
 def mixture_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def select_budget(
     mask: Tensor | None,
     limit: int | None,
 ) -> tuple[Tensor, Tensor]:
-    entropy, mi, gamma = single_or_double(entropy), single_or_double(mi), gamma.contiguous()
+    entropy, mi = single_or_double(entropy), single_or_double(mi)
     selected, spent = _new_selection(entropy)
     _C.select_budget(
         entropy.shape,
@@ -116,7 +116,7 @@ def score_and_select_counted(
     """`score_and_select`, and how many pairs it scored."""
     network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
     pairs = Pairs(u, v, mask, combine, symmetry, activation)
-    entropy, gamma = single_or_double(entropy), gamma.contiguous()
+    entropy = single_or_double(entropy)
     selected, spent = _new_selection(entropy)
     n_pairs = _C.score_and_select(
         network,

@@ -2,7 +2,14 @@
 
 from mdmi_fast._threads import get_num_threads, set_num_threads
 from mdmi_fast.ops._dispatch import BACKENDS, backends
-from mdmi_fast.ops.kl import expected_entropy, expected_kl, kl_divergence, mixture_entropy
+from mdmi_fast.ops.kl import (
+    MixtureStats,
+    expected_entropy,
+    expected_kl,
+    kl_divergence,
+    mixture_entropy,
+    mixture_stats,
+)
 from mdmi_fast.ops.mlp import mlp
 from mdmi_fast.ops.pairwise import (
     PreparedPairwise,
@@ -16,6 +23,7 @@ from mdmi_fast.ops.stats import TokenStats, entropy, linear_token_stats, token_s
 
 __all__ = [
     "BACKENDS",
+    "MixtureStats",
     "PreparedPairwise",
     "Selection",
     "TokenStats",
@@ -28,6 +36,7 @@ __all__ = [
     "kl_divergence",
     "linear_token_stats",
     "mixture_entropy",
+    "mixture_stats",
     "mlp",
     "pairwise_mlp",
     "pairwise_mlp_band",

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+FLOATING = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
+
 
 def describe(value: object) -> str:
     """What a message says it got."""
@@ -20,7 +22,7 @@ def floating(op: str, name: str, value: object) -> Tensor:
     """The value, a floating tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-    if value.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    if value.dtype not in FLOATING:
         raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {describe(value)}")
     return value
 
@@ -36,7 +38,7 @@ def of_kind(op: str, name: str, value: object, dtype: torch.dtype) -> Tensor:
 
 def shape(op: str, name: str, value: Tensor, expected: Sequence[int], text: str) -> None:
     """`text` names the dimensions, such as "[..., N]"."""
-    if tuple(value.shape) != tuple(expected):
+    if value.shape != tuple(expected):
         raise ValueError(f"{op}: {name} must be {text} = {tuple(expected)}, got {describe(value)}")
 
 
@@ -52,11 +54,15 @@ def rows_of(op: str, name: str, value: object, text: str, n_trailing: int = 1) -
 
 def same_device(op: str, **tensors: Tensor | None) -> None:
     """All on the device of the first."""
-    (first_name, first), *others = ((k, t) for k, t in tensors.items() if t is not None)
-    for name, tensor in others:
-        if tensor.device != first.device:
+    device = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if device is None:
+            first, device = name, tensor.device
+        elif tensor.device != device:
             raise ValueError(
-                f"{op}: tensors must be on one device, got {first_name} on {first.device} and {name} on {tensor.device}"
+                f"{op}: tensors must be on one device, got {first} on {device} and {name} on {tensor.device}"
             )
 
 
@@ -90,9 +96,12 @@ def whole(op: str, name: str, value: object, least: int) -> int:
     return value
 
 
-def batch_of(lead: Sequence[int]) -> int:
-    """Number of sequences in leading dimensions (1 for none)."""
-    return math.prod(lead)
+def one_batch(x: Tensor, n_trailing: int) -> Tensor:
+    """x with exactly one dimension before its last n_trailing."""
+    if x.ndim == n_trailing + 1:
+        return x  # the common case: a reshape that does nothing still takes a microsecond
+    n_lead = x.ndim - n_trailing
+    return x.reshape(math.prod(x.shape[:n_lead]), *x.shape[n_lead:])
 
 
 def dense_layers(
@@ -112,5 +121,6 @@ def dense_layers(
             expected = "[in, out]" if n_in is None else f"[in, out] with in = {n_in}"
             raise ValueError(f"{op}: weights[{k}] must be {expected}, none empty, got {describe(weight)}")
         shape(op, f"biases[{k}]", bias, weight.shape[1:], "[out]")
-        same_device(op, **beside, **{f"weights[{k}]": weight, f"biases[{k}]": bias})
+        beside |= {f"weights[{k}]": weight, f"biases[{k}]": bias}
         n_in = weight.shape[1]
+    same_device(op, **beside)

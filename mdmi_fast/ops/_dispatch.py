@@ -24,7 +24,7 @@ BACKENDS = tuple(_PACKAGES)
 
 OPS = {
     "stats": ("entropy", "token_stats", "linear_token_stats"),
-    "kl": ("kl_divergence", "expected_entropy", "expected_kl", "mixture_entropy"),
+    "kl": ("kl_divergence", "expected_entropy", "expected_kl", "mixture_entropy", "mixture_stats"),
     "mlp": ("mlp",),
     "pairwise": ("pairwise_mlp", "pairwise_mlp_rows", "pairwise_mlp_band"),
     "select": ("select_budget", "select_threshold", "color", "score_and_select"),
@@ -51,11 +51,19 @@ def _missing(backend: str, stem: str, op: str, device: str) -> list[str]:
     return [] if hasattr(module, op) else [f"has no {op} yet"]
 
 
-def _refusals(backend: str, stem: str, op: str, tensors: Sequence[Tensor], precision: str | None) -> list[str]:
-    """Why a backend cannot run a call; empty if it can."""
-    missing = _missing(backend, stem, op, tensors[0].device.type)
-    refusals = None if missing else getattr(_module(backend, stem), "refusals", None)
-    return list(refusals(op, tensors, precision)) if refusals else missing
+@functools.cache
+def _able(stem: str, op: str, device: str, named: str | None) -> list[tuple[str, types.ModuleType]]:
+    """The backends, or the one named, that have an op for a kind of device, with their modules; the best first."""
+    names = BACKENDS if named is None else (named,)
+    return [(name, _module(name, stem)) for name in names if not _missing(name, stem, op, device)]  # type: ignore[misc]
+
+
+def _refusals(
+    module: types.ModuleType | str, op: str, tensors: Sequence[Tensor], precision: str | None
+) -> Sequence[str]:
+    """Why a backend that has an op cannot run a call; empty if it can."""
+    refusals = getattr(module, "refusals", None)
+    return refusals(op, tensors, precision) if refusals else ()  # type: ignore[no-any-return]
 
 
 @functools.cache
@@ -83,16 +91,17 @@ def choose(
     if named is not None and named not in _PACKAGES:
         source = "backend" if backend else "MDMI_BACKEND"
         raise ValueError(f"{op}: {source} must be one of {', '.join(BACKENDS)}, got {named!r}")
-    for name in BACKENDS if named is None else (named,):
-        if not _refusals(name, stem, op, tensors, precision):
-            if named is None and name == "torch" and tensors[0].device.type == "cpu":
+    device = tensors[0].device.type
+    for name, module in _able(stem, op, device, named):
+        if not _refusals(module, op, tensors, precision):
+            if named is None and name == "torch" and device == "cpu":
                 missing = _module("cpp", stem)
                 if isinstance(missing, str):
                     _say_slower_once(missing)
-            return name, getattr(_module(name, stem), op)
+            return name, getattr(module, op)
     reasons = []
     for name in BACKENDS:
-        said = _refusals(name, stem, op, tensors, precision)
+        said = _missing(name, stem, op, device) or _refusals(_module(name, stem), op, tensors, precision)
         reasons += [f"{name}: {reason}" for reason in said or ["can run this call, but was not asked to"]]
     inputs = "; ".join(describe(t) for t in tensors)
     asked = f" by {named}" if named else ""

@@ -38,10 +38,11 @@ def _traced() -> bool:
 def _watched(values: Iterable[Any], gradients: bool) -> bool:
     """Whether a tensor among the values is of a subclass or wants a gradient."""
     for value in values:
-        if isinstance(value, Tensor):
-            if (gradients and value.requires_grad) or type(value) not in (Tensor, torch.nn.Parameter):
+        kind = type(value)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if gradients and value.requires_grad:
                 return True
-        elif isinstance(value, list) and _watched(value, gradients):
+        elif isinstance(value, Tensor) or (kind is list and _watched(value, gradients)):
             return True
     return False
 

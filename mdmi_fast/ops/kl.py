@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,6 +93,12 @@ def _check_alternatives(op: str, logits: Tensor, weights: Tensor) -> None:
     check.same_device(op, logits=logits, weights=weights)
     if weights.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{op}: weights must not require a gradient (it has none): pass weights.detach()")
+
+
+def _check_base(op: str, logits: Tensor, base_logits: Tensor) -> None:
+    check.floating(op, "base_logits", base_logits)
+    check.shape(op, "base_logits", base_logits, logits.shape[1:], "[..., V]")
+    check.same_device(op, logits=logits, base_logits=base_logits)
 
 
 def expected_entropy(logits: Tensor, weights: Tensor, *, backend: str | None = None) -> Tensor:
@@ -188,9 +194,7 @@ def expected_kl(logits: Tensor, weights: Tensor, base_logits: Tensor, *, backend
         tensor(0.6931)
     """
     _check_alternatives("expected_kl", logits, weights)
-    check.floating("expected_kl", "base_logits", base_logits)
-    check.shape("expected_kl", "base_logits", base_logits, logits.shape[1:], "[..., V]")
-    check.same_device("expected_kl", logits=logits, base_logits=base_logits)
+    _check_base("expected_kl", logits, base_logits)
     return _expected_kl(logits, weights, base_logits, backend)
 
 
@@ -288,3 +292,64 @@ def _mixture_entropy_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Non
 
 
 _mixture_entropy.register_autograd(_mixture_entropy_gradient, setup_context=_save_all)
+
+
+class MixtureStats(NamedTuple):
+    """Statistics of K alternatives [K, ..., V], each [...] float32, nats."""
+
+    mixture_entropy: Tensor
+    """H(sum_k w_k softmax(logits_k))."""
+    expected_entropy: Tensor
+    """sum_k w_k H(softmax(logits_k))."""
+    expected_kl: Tensor
+    """sum_k w_k KL(softmax(logits_k) || softmax(base_logits))."""
+
+
+def mixture_stats(logits: Tensor, weights: Tensor, base_logits: Tensor, *, backend: str | None = None) -> MixtureStats:
+    """Everything that a label asks of K alternatives, in one read of them.
+
+    `mixture_entropy`, `expected_entropy` and `expected_kl`; the first minus the second is the mutual information of the
+    alternative and the token
+
+    Args:
+        logits: [K, ..., V] float64, float32, bfloat16 or float16, any strides, V >= 1.
+        weights: [K, ...], probabilities over K. They are not checked, and not normalised.
+        base_logits: [..., V].
+        backend: "triton", "cpp", "torch" or None.
+
+    Returns:
+        MixtureStats(mixture_entropy, expected_entropy, expected_kl), each [...].
+
+    Raises:
+        TypeError: an operand is not a floating tensor.
+        ValueError: shapes do not match, weights require a gradient, or the operands are on several devices.
+        UnsupportedError: the backend named cannot run this call.
+
+    Numerics:
+        Each as the op of its name. No gradient.
+
+    Example:
+        >>> import torch
+        >>> from mdmi_fast import ops
+        >>> alternatives = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]])
+        >>> stats = ops.mixture_stats(alternatives, torch.tensor([0.5, 0.5]), torch.zeros(2))
+        >>> stats.mixture_entropy, stats.expected_entropy, stats.expected_kl
+        (tensor(0.6931), tensor(0.), tensor(0.6931))
+    """
+    _check_alternatives("mixture_stats", logits, weights)
+    _check_base("mixture_stats", logits, base_logits)
+    return MixtureStats(*_mixture_stats(logits, weights, base_logits, backend))
+
+
+@registered("mixture_stats")
+def _mixture_stats(
+    logits: Tensor, weights: Tensor, base_logits: Tensor, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    tensors = [logits, weights, base_logits]
+    return call("kl", "mixture_stats", backend, tensors, None, *tensors)  # type: ignore[no-any-return]
+
+
+@_mixture_stats.register_fake
+def _(logits: Tensor, weights: Tensor, base_logits: Tensor, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
+    mixture, entropy, kl = (logits.new_empty(logits.shape[1:-1], dtype=torch.float32) for _ in range(3))
+    return mixture, entropy, kl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class PreparedPairwise:
     tensors: tuple[Tensor, ...]
     """weights, biases, w_out and, if it is a tensor, b_out."""
     b_out: Tensor | float
+    scalar: Tensor
+    """b_out as a tensor of shape []."""
     versions: tuple[int | None, ...]
     """Of the tensors when they were packed."""
     precision: str
@@ -45,8 +47,7 @@ def _network_tensors(
     return (*weights, *biases, w_out, *([b_out] if isinstance(b_out, Tensor) else []))
 
 
-@dataclass(frozen=True)
-class Pairs:
+class Pairs(NamedTuple):
     """What all pair ops share, checked and with exactly one batch dimension."""
 
     u: Tensor
@@ -95,19 +96,29 @@ def _check_network(
     return b_out.reshape(())
 
 
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether both are the same elements of the same memory."""
+    return a is b or (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+
+
 def _check_prepared(
-    op: str, prepared: PreparedPairwise, tensors: tuple[Tensor, ...], b_out: Tensor | float, pairs: Pairs
+    op: str,
+    prepared: PreparedPairwise,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    w_out: Tensor,
+    b_out: Tensor | float,
+    *halves: Tensor,
 ) -> None:
-    """Raises ValueError unless the weights were packed as they are now, and nothing wants a gradient."""
-    same = len(tensors) == len(prepared.tensors) and all(
-        (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
-        for a, b in zip(tensors, prepared.tensors, strict=True)
-    )
+    """Raises ValueError unless the weights, checked then, are as they were packed, and nothing wants a gradient."""
+    tensors = _network_tensors(weights, biases, w_out, b_out)
+    same = len(weights) == len(biases) and len(tensors) == len(prepared.tensors)
+    same = same and all(map(_same, tensors, prepared.tensors))
     if not same or (not isinstance(b_out, Tensor) and b_out != prepared.b_out):
         raise ValueError(f"{op}: prepared must be made of the weights passed with it, got it made of others")
     if prepared.versions != _versions(prepared.tensors):
         raise ValueError(f"{op}: prepared must be made again after the weights change, got it from before")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in pairs.tensors):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*halves, *tensors)):
         raise ValueError(f"{op}: prepared is for inference: call under torch.no_grad() or detach the operands")
 
 
@@ -131,7 +142,11 @@ def check_pairs(
     check.rows_of(op, "u", u, "[..., N, H1]", 2)
     check.floating(op, "v", v)
     check.shape(op, "v", v, u.shape, "[..., N, H1] like u")
-    scalar = _check_network(op, weights, biases, w_out, b_out)
+    if prepared is None:
+        scalar = _check_network(op, weights, biases, w_out, b_out)
+    else:
+        _check_prepared(op, prepared, weights, biases, w_out, b_out, u, v)
+        scalar = prepared.scalar
     n_first = weights[0].shape[0] if weights else w_out.shape[0]
     if n_first != u.shape[-1]:
         raise ValueError(
@@ -140,11 +155,10 @@ def check_pairs(
     check.one_of(op, "combine", combine, ("add", "mul"))
     check.one_of(op, "symmetry", symmetry, ("none", "mean", "upper"))
     check.one_of(op, "activation", activation, ("identity", "softplus"))
-    batch, n = check.batch_of(u.shape[:-2]), u.shape[-2]
     if mask is not None:
         check.of_kind(op, "mask", mask, torch.bool)
         check.shape(op, "mask", mask, u.shape[:-1], "[..., N]")
-        mask = mask.reshape(batch, n)
+        mask = check.one_batch(mask, 1)
     check.same_device(op, u=u, v=v, w_out=w_out, mask=mask)
     if prepared is not None:
         precision, backend = precision or prepared.precision, backend or prepared.backend
@@ -156,9 +170,9 @@ def check_pairs(
     if precision is None:
         precision = "bf16" if u.dtype == torch.bfloat16 else "fp32"
     check.one_of(op, "precision", precision, PRECISIONS)
-    pairs = Pairs(
-        u.reshape(batch, n, u.shape[-1]),
-        v.reshape(batch, n, v.shape[-1]),
+    return Pairs(
+        check.one_batch(u, 2),
+        check.one_batch(v, 2),
         list(weights),
         list(biases),
         w_out,
@@ -171,9 +185,6 @@ def check_pairs(
         backend,
         None if prepared is None else prepared.packed,
     )
-    if prepared is not None:
-        _check_prepared(op, prepared, _network_tensors(weights, biases, w_out, b_out), b_out, pairs)
-    return pairs
 
 
 def _scores(pairs: Pairs, prepared: PreparedPairwise | None, rows: Tensor | None, window: int | None) -> Tensor:
@@ -427,7 +438,7 @@ def prepare_pairwise(
     with torch.no_grad():
         packed = pack(list(weights), list(biases), w_out, scalar, precision) if pack else None
     tensors = _network_tensors(weights, biases, w_out, b_out)
-    return PreparedPairwise(tensors, b_out, _versions(tensors), precision, name, packed)
+    return PreparedPairwise(tensors, b_out, scalar, _versions(tensors), precision, name, packed)
 
 
 def _layout(rows: Tensor | None, window: int | None) -> tuple[str, tuple[Any, ...]]:

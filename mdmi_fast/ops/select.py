@@ -25,7 +25,9 @@ class Selection(NamedTuple):
 
 def _values(op: str, name: str, value: Tensor) -> Tensor:
     """The value without its gradient, in a dtype that selections take; the conversion is exact."""
-    tensor = check.floating(op, name, value).detach()
+    tensor = check.floating(op, name, value)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
@@ -34,7 +36,7 @@ def _check_entropy(op: str, entropy: Tensor) -> Tensor:
     entropy = _values(op, "entropy", entropy)
     if entropy.ndim == 0:
         raise ValueError(f"{op}: entropy must be [..., N], got {check.describe(entropy)}")
-    return entropy.reshape(check.batch_of(entropy.shape[:-1]), entropy.shape[-1])
+    return check.one_batch(entropy, 1)
 
 
 def _check_mi(op: str, mi: Tensor, lead: torch.Size | None = None) -> Tensor:
@@ -43,7 +45,7 @@ def _check_mi(op: str, mi: Tensor, lead: torch.Size | None = None) -> Tensor:
     if mi.ndim < 2 or mi.shape[-1] != mi.shape[-2] or (lead is not None and mi.shape[:-1] != lead):
         of = "" if lead is None else f" with [..., N] = {tuple(lead)}, that of entropy"
         raise ValueError(f"{op}: mi must be [..., N, N]{of}, got {check.describe(mi)}")
-    return mi.reshape(check.batch_of(mi.shape[:-2]), *mi.shape[-2:])
+    return check.one_batch(mi, 2)
 
 
 def _check_mask(op: str, mask: Tensor | None, lead: torch.Size) -> Tensor | None:
@@ -52,19 +54,18 @@ def _check_mask(op: str, mask: Tensor | None, lead: torch.Size) -> Tensor | None
         return None
     check.of_kind(op, "mask", mask, torch.bool)
     check.shape(op, "mask", mask, lead, "[..., N]")
-    return mask.reshape(check.batch_of(lead[:-1]), lead[-1])
+    return check.one_batch(mask, 1)
 
 
 def _check_gamma(op: str, gamma: float | Tensor, lead: torch.Size) -> Tensor:
-    """As float64 [B] on the CPU; lead is [...]."""
-    batch = check.batch_of(lead)
+    """As contiguous float64 [B] on the CPU; lead is [...]."""
     if isinstance(gamma, Tensor):
         check.floating(op, "gamma", gamma)
         check.shape(op, "gamma", gamma, lead, "[...], one a sequence,")
-        return gamma.detach().to(device="cpu", dtype=torch.float64).reshape(batch)
+        return gamma.detach().to(device="cpu", dtype=torch.float64).reshape(-1).contiguous()
     if check.number(op, "gamma", gamma) < 0:
         raise ValueError(f"{op}: gamma must be at least 0, got {gamma!r}")
-    return torch.full((batch,), float(gamma), dtype=torch.float64)
+    return torch.full((lead.numel(),), float(gamma), dtype=torch.float64)
 
 
 def _refuse_bad_gamma(op: str, gamma: Tensor) -> None:
@@ -84,7 +85,7 @@ def _empty_selection(entropy: Tensor) -> tuple[Tensor, Tensor]:
 
 def _selection(flat: tuple[Tensor, Tensor], lead: torch.Size) -> Selection:
     selected, spent = flat
-    return Selection(selected.reshape(lead), spent.reshape(lead[:-1]))
+    return Selection(selected, spent) if len(lead) == 2 else Selection(selected.reshape(lead), spent.reshape(lead[:-1]))
 
 
 def select_budget(

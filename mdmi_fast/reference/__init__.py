@@ -3,7 +3,7 @@
 Nothing here is lean or fast. A backend is right when it agrees with this; the tests compare in float64.
 """
 
-from mdmi_fast.reference.kl import expected_entropy, expected_kl, kl_divergence, mixture_entropy
+from mdmi_fast.reference.kl import expected_entropy, expected_kl, kl_divergence, mixture_entropy, mixture_stats
 from mdmi_fast.reference.mlp import mlp
 from mdmi_fast.reference.pairwise import pairwise_mlp, pairwise_mlp_band, pairwise_mlp_rows
 from mdmi_fast.reference.select import color, score_and_select, select_budget, select_threshold
@@ -17,6 +17,7 @@ __all__ = [
     "kl_divergence",
     "linear_token_stats",
     "mixture_entropy",
+    "mixture_stats",
     "mlp",
     "pairwise_mlp",
     "pairwise_mlp_band",

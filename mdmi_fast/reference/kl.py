@@ -39,3 +39,9 @@ def mixture_entropy(logits: Tensor, weights: Tensor) -> Tensor:
     probabilities = torch.where(undefined(logits).unsqueeze(-1), torch.nan, torch.softmax(logits, -1))
     mixture = _weighted(weights.unsqueeze(-1), probabilities)
     return -torch.where(mixture == 0, 0.0, mixture * torch.where(mixture == 0, 1.0, mixture).log()).sum(-1)
+
+
+def mixture_stats(logits: Tensor, weights: Tensor, base_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three reductions."""
+    mixture, entropy = mixture_entropy(logits, weights), expected_entropy(logits, weights)
+    return mixture, entropy, expected_kl(logits, weights, base_logits)

@@ -108,9 +108,9 @@ void test_stats(int64_t width) {
   }();
   const mdmi::Stack stack{{y.data(), Dtype::f32, kRows, 0, width}, 2, kRows * width, kRows, weights.data()};
   Floats mixture(kRows), expected(kRows), kl(kRows), from_mixture(kRows);
-  mdmi::mixture_entropy(stack, width, {mixture.data(), from_mixture.data()}, 2);
-  mdmi::expected_entropy(stack, width, expected.data(), 2);
-  mdmi::expected_kl(stack, rows, width, kl.data(), 2);
+  mdmi::stack_stats(stack, nullptr, width, {mixture.data(), from_mixture.data(), nullptr}, 2);
+  mdmi::stack_stats(stack, nullptr, width, {nullptr, expected.data(), nullptr}, 2);
+  mdmi::stack_stats(stack, &rows, width, {nullptr, nullptr, kl.data()}, 2);
   for (int64_t row = 0; row < kRows; ++row) {
     const Doubles a = softmax(y.data() + row * width, width), b = softmax(y.data() + (kRows + row) * width, width);
     const Doubles base = softmax(x.data() + row * width, width);
