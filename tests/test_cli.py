@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,10 +27,10 @@ from torch import Tensor
 import mdmi_fast
 from mdmi_fast.cli import COMMANDS, _options, _progress, main
 from mdmi_fast.decode import policy_forms
+from mdmi_fast.estimator.network import identity
 from mdmi_fast.labels import FORMS
 from mdmi_fast.maps import MIMap
-from mdmi_fast.models import MaskedOutput
-from mdmi_fast.tasks.sudoku.model import HIDDEN_WIDTH
+from mdmi_fast.models import MaskedOutput, load_model
 from mdmi_fast.tasks.sudoku.puzzles import format_line, is_valid_board, random_boards, random_clues, test_puzzles
 
 PUZZLES = test_puzzles()
@@ -164,6 +165,18 @@ def test_help_names_the_policies_and_forms_that_exist() -> None:
         (
             ["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--combine", "product"],
             "--combine belongs to --architecture general",
+        ),
+        (
+            ["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--weighted-layers", "2"],
+            "--weighted-layers belongs to --architecture general",
+        ),
+        (
+            ["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--from", "z", "--layers", "4"],
+            "--from brings its own architecture",
+        ),
+        (
+            ["train", "--labels", "x", "--model", "sudoku", "--out", "y", "--old-labels", "z"],
+            "--old-labels belongs to --from",
         ),
         (["map", "--model", "sudoku", "--data", "x", "--out", "y", "--form", "kl"], "--form belongs to --probe"),
         (
@@ -338,23 +351,88 @@ def test_train_reports_every_epoch_and_evaluate_reads_what_it_saved(run: Run, tr
     out = tmp_path / "estimator"
     train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--out", out, "--seed", 4)
     code, text, _ = run(
-        *train, "--architecture", "general", "--layers", "8,4", "--combine", "interaction", "--epochs", 2
+        *train, "--architecture", "general", "--layers", "8,4", "--combine", "interaction", "--rank", 4, "--epochs", 2
     )
     assert code == 0
     epochs = [line.split()[0] for line in text.splitlines()[2:4]]
     assert epochs == ["0", "1"]
     config = json.loads((out / "estimator.json").read_text(), parse_constant=lambda word: pytest.fail(word))
-    assert config["configuration"] == {"hidden_size": HIDDEN_WIDTH, "layers": [8, 4], "combine": "interaction"}
-    assert config["provenance"]["model"] == "sudoku"
+    assert "parameters (below the usual 50,000 to 500,000); 12 states" in text
+    assert {"layers": [8, 4], "combine": "interaction", "rank": 4}.items() <= config["configuration"].items()
+    assert config["trained_on"] == identity(load_model("sudoku"))
+    assert config["provenance"].items() >= {"model": "sudoku", "form": "joint", "states": 12}.items()
+    assert sorted(path.name for path in out.iterdir()) == ["estimator.json", "estimator.safetensors"]
     evaluate = ("evaluate", "--labels", trained / "labels", "--model", "sudoku", "--estimator", out, "--tau", 0.05)
-    code, text, _ = run(*evaluate)
+    evaluate = (*evaluate, "--built", 2)
+    code, text, _ = run(*evaluate, "--plot", tmp_path / "page.png")
     assert code == 0
     assert "Pearson r" in text
     assert "independent at 0.05 nats, precision" in text
-    report = json.loads(run(*evaluate, "--json")[1])
+    assert text.splitlines()[-1].startswith("retrain: Pearson r = ")
+    assert imread(tmp_path / "page.png").std() > 0.05
+    told = json.loads(run(*evaluate, "--json")[1])
+    assert [*told["splits"]] == ["in distribution", "shifted", "adversarial"]
+    assert told["verdict"] == text.splitlines()[-1]
+    report = told["splits"]["in distribution"]["estimator"]
     assert report["tau"] == 0.05
     assert report["pairs"] == 12 * 21 * 20 // 2
     assert f"{report['pearson']:.3f}" in text
+
+
+def test_evaluate_takes_a_shifted_set_and_can_do_without_built_ones(run: Run, trained: Path) -> None:
+    evaluate = ("evaluate", "--labels", trained / "labels", "--model", "sudoku", "--estimator", "sudoku", "--json")
+    alone = json.loads(run(*evaluate, "--built", 0)[1])
+    assert [*alone["splits"]] == ["in distribution"]
+    assert alone["form"] == "joint"
+    assert "holds the forms joint, got form='kl'" in run(*evaluate, "--form", "kl")[2]
+    given = json.loads(run(*evaluate, "--built", 2, "--shifted", trained / "labels")[1])
+    assert [*given["splits"]] == ["in distribution", "shifted", "adversarial"]
+    assert given["splits"]["shifted"] == alone["splits"]["in distribution"]
+
+
+def test_labels_and_estimators_of_another_model_are_refused(run: Run, trained: Path, tmp_path: Path) -> None:
+    data = tmp_path / "states.txt"
+    data.write_text("".join(format_line(state) + "\n" for state in random_clues(random_boards(2, seed=9), 70, seed=9)))
+    weak = tmp_path / "weak"
+    assert run("label", "--model", "sudoku:weak", "--data", data, "--out", weak)[0] == 0
+    weights = [identity(load_model(name))["weights"] for name in ("sudoku", "sudoku:weak")]
+    evaluate = ("evaluate", "--model", "sudoku:weak", "--built", 0, "--estimator", trained / "estimator", "--labels")
+    for labels, reason in ((trained / "labels", "holds labels of another model"), (weak, "was trained on a model of")):
+        code, _, err = run(*evaluate, labels)
+        assert code == 1
+        assert reason in err
+        assert all(digest in err for digest in weights)
+    assert run(*evaluate, weak, "--moved-model")[0] == 0
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku:weak", "--out", tmp_path / "x")
+    assert "holds labels of another model" in run(*train)[2]
+
+
+def test_train_refines_with_old_labels_mixed_in(run: Run, trained: Path, tmp_path: Path) -> None:
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--out", tmp_path / "refined")
+    code, text, _ = run(*train, "--from", "sudoku:weak", "--old-labels", trained / "labels", "--epochs", 1)
+    assert code == 0
+    assert "features 10" in text  # of the shipped one
+    config = json.loads((tmp_path / "refined" / "estimator.json").read_text())
+    assert config["trained_on"] == identity(load_model("sudoku"))
+    assert config["provenance"]["refined_from"] == "sudoku:weak"
+
+
+def test_a_killed_training_goes_on_when_the_command_is_given_again(run: Run, trained: Path, tmp_path: Path) -> None:
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--epochs", 9, "--patience", 9)
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "mdmi_fast", *map(str, train), "--out", str(tmp_path / "a")], stdout=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 60
+    while not (tmp_path / "a" / "checkpoint.pt").exists() and killed.poll() is None and time.monotonic() < end:
+        time.sleep(0.005)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    code, text, _ = run(*train, "--out", tmp_path / "a")
+    assert code == 0
+    assert "going on from" in text
+    assert run(*train, "--out", tmp_path / "b")[0] == 0
+    for name in ("estimator.json", "estimator.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_the_seed_decides_what_is_trained(run: Run, trained: Path, tmp_path: Path) -> None:
@@ -373,6 +451,33 @@ def test_missing_labels_are_named(run: Run, tmp_path: Path, command: str) -> Non
     code, _, err = run(command, "--labels", tmp_path / "none", "--model", "sudoku", *more)
     assert code == 1
     assert err == f"mdmi-fast {command}: {tmp_path / 'none'}: holds no labels (labels.json is missing)\n"
+
+
+def test_two_processes_train_what_one_trains(
+    run: Run, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under torchrun, which sets these variables. Of 11 states in batches of 2 the last leaves one process idle."""
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--epochs", 2, "--batch-size", 2, "--out")
+    assert run(*train, tmp_path / "alone")[0] == 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    second = subprocess.Popen(
+        [sys.executable, "-m", "mdmi_fast", *map(str, train), str(tmp_path / "both")],
+        env={**os.environ, **group, "RANK": "1", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    for name, value in {**group, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    code, text, _ = run(*train, tmp_path / "both")
+    out, _ = second.communicate(timeout=60)
+    assert (code, second.returncode) == (0, 0)
+    assert text.splitlines()[2].split()[0] == "0"
+    assert out == b""  # one process speaks
+    alone, both = (load_file(tmp_path / name / "estimator.safetensors") for name in ("alone", "both"))
+    for name, weight in alone.items():
+        torch.testing.assert_close(both[name], weight, rtol=0, atol=1e-4)  # AdamW's steps magnify rounding
 
 
 # --- decode

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, load_estimator, ops, train_estimator
+from mdmi_fast import PairwiseMIEstimator, load_estimator, ops
+from mdmi_fast.decode import Step
 from mdmi_fast.estimator import PairScorer
-from mdmi_fast.estimator.network import CONFIG_FILE, WEIGHTS_FILE, Combine
-from mdmi_fast.estimator.train import TrainingProgress, root_loss, split_states
-from mdmi_fast.labels import LabelSet, label_mi
-from mdmi_fast.models import MaskedOutput
+from mdmi_fast.estimator.network import CONFIG_FILE, WEIGHTS_FILE, Combine, Marginals, Output, identity
+from mdmi_fast.labels import label_mi, masked_pairs
 from mdmi_fast.models.exact import JointTable
+from mdmi_fast.ops import TokenStats
 from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import DIGIT_STATE, HIDDEN_WIDTH, load_model
 from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
@@ -29,9 +29,9 @@ COMBINES: tuple[Combine, ...] = ("concat", "product", "interaction")
 WIDTH = 7
 
 
-def make(combine: Combine, layers: tuple[int, ...] = (6, 5)) -> PairwiseMIEstimator:
+def make(combine: Combine, layers: tuple[int, ...] = (6, 5), **options: Any) -> PairwiseMIEstimator:
     torch.manual_seed(3)
-    return PairwiseMIEstimator(WIDTH, layers=layers, combine=combine).eval()
+    return PairwiseMIEstimator(WIDTH, layers=layers, combine=combine, rank=4, **options).eval()
 
 
 def batch(rows: int = 3, length: int = 9) -> tuple[Tensor, Tensor]:
@@ -40,9 +40,15 @@ def batch(rows: int = 3, length: int = 9) -> tuple[Tensor, Tensor]:
     return hidden, torch.rand(rows, length, generator=generator) < 0.7
 
 
-def predict(estimator: PairScorer, hidden: Tensor, mask: Tensor) -> Tensor:
+def predict(estimator: PairScorer, hidden: Tensor, mask: Tensor, stats: Any = None) -> Tensor:
     with torch.no_grad():
-        return estimator(hidden, mask)
+        return estimator(hidden, mask, stats)
+
+
+def stats_of(entropy: Tensor) -> TokenStats:
+    """Marginals of which only the entropy matters."""
+    nothing = torch.zeros_like(entropy)
+    return TokenStats(entropy, nothing, nothing, nothing.long(), nothing)
 
 
 def concatenating(estimator: PairwiseMIEstimator, hidden: Tensor, mask: Tensor) -> Tensor:
@@ -157,6 +163,88 @@ def test_score_and_select_is_scoring_and_then_selecting(combine: Combine, gamma:
     torch.testing.assert_close(lazy.spent, full.spent)
 
 
+@pytest.mark.parametrize("combine", COMBINES)
+def test_outputs_are_functions_of_the_same_network(combine: Combine) -> None:
+    hidden, mask = batch()
+    entropy = torch.rand(mask.shape) * 2
+    stats = stats_of(entropy)
+    raw, soft, bounded = (
+        make(combine, output=output)(hidden, mask, stats).detach() for output in ("identity", "softplus", "bounded")
+    )
+    pairs = masked_pairs(mask)
+    raw = raw - 3.0 * pairs  # the other outputs begin with a bias of -3
+    if combine != "concat":  # there the mean of both orders is taken after softplus
+        torch.testing.assert_close(soft, torch.nn.functional.softplus(raw) * pairs, rtol=1e-5, atol=1e-6)
+    least = torch.minimum(entropy.unsqueeze(2), entropy.unsqueeze(1))
+    torch.testing.assert_close(bounded, least * raw.sigmoid() * pairs, rtol=1e-5, atol=1e-6)
+    assert (bounded <= least)[pairs].all()
+
+
+def test_what_is_unmasked_may_have_any_entropy() -> None:
+    hidden, mask = batch()
+    entropy = torch.rand(mask.shape).masked_fill(~mask, torch.nan)
+    assert predict(make("concat", output="bounded"), hidden, mask, stats_of(entropy)).isfinite().all()
+
+
+@pytest.mark.parametrize("output", ["softplus", "bounded"])
+def test_selection_with_marginals_is_scoring_and_then_selecting(output: Output) -> None:
+    estimator, (hidden, mask) = make("concat", output=output, marginals="entropy"), batch(6)
+    entropy = torch.rand(mask.shape)
+    stats = stats_of(entropy)
+    with torch.no_grad():
+        lazy = estimator.score_and_select(entropy, hidden, mask, gamma=0.7, stats=stats)
+        full = ops.select_budget(entropy, estimator(hidden, mask, stats), gamma=0.7, mask=mask)
+    assert lazy.selected.equal(full.selected)
+
+
+@pytest.mark.parametrize(("marginals", "fields"), [("entropy", 1), ("summary", 3)])
+def test_marginals_join_the_state(marginals: Marginals, fields: int) -> None:
+    estimator, (hidden, mask) = make("concat", marginals=marginals), batch()
+    stats = ops.token_stats(torch.randn(*mask.shape, 5))
+    plain = PairwiseMIEstimator(WIDTH + fields, layers=(6, 5)).eval()
+    plain.load_state_dict(estimator.state_dict())
+    seen = torch.stack([stats.entropy, stats.confidence, stats.margin][:fields], -1)
+    expected = predict(plain, torch.cat([hidden, seen], -1), mask)
+    assert predict(estimator, hidden, mask, stats).equal(expected)
+
+
+def test_a_step_with_logits_gives_the_marginals() -> None:
+    estimator, (hidden, mask) = make("concat", marginals="summary"), batch()
+    logits = torch.randn(*mask.shape, 5)
+    step = Step(3)
+    step.logits = logits  # type: ignore[attr-defined]
+    assert estimator.needs_step
+    assert not make("concat").needs_step
+    assert predict(estimator, hidden, mask, step).equal(predict(estimator, hidden, mask, ops.token_stats(logits)))
+    for nothing in (None, 3):
+        with pytest.raises(TypeError, match=r"stats must be ops\.token_stats\(logits\) or a Step with logits, got"):
+            predict(estimator, hidden, mask, nothing)
+
+
+def test_several_layers_are_weighed_by_learned_shares() -> None:
+    estimator = PairwiseMIEstimator(3 * WIDTH, layers=(6, 5), weighted_layers=3).eval()
+    hidden, mask = torch.randn(2, 4, 3 * WIDTH), torch.ones(2, 4, dtype=torch.bool)
+    with torch.no_grad():
+        estimator.layer_weights.copy_(torch.tensor([0.5, -1.0, 0.2]))
+    shares = estimator.layer_weights.detach().softmax(0)
+    mixed = sum(share * hidden[..., k * WIDTH : (k + 1) * WIDTH] for k, share in enumerate(shares))
+    plain = PairwiseMIEstimator(WIDTH, layers=(6, 5)).eval()
+    plain.load_state_dict({k: v for k, v in estimator.state_dict().items() if k != "layer_weights"})
+    torch.testing.assert_close(predict(estimator, hidden, mask), predict(plain, mixed, mask))
+    estimator(hidden, mask).sum().backward()
+    assert estimator.layer_weights.grad is not None
+    assert estimator.layer_weights.grad.any()
+
+
+def test_a_summary_counts_parameters_beside_the_usual_range() -> None:
+    # 2 * 20 * 8 + 8 of the halves, 8 * 4 + 4, 4 + 1
+    small = PairwiseMIEstimator(20, layers=(8, 4))
+    assert "369 parameters (below the usual 50,000 to 500,000)" in small.summary()
+    assert "general: hidden_size 20, layers [8, 4], combine concat" in small.summary()
+    assert "(within the usual" in PairwiseMIEstimator(128, layers=(256, 128)).summary()
+    assert "(above the usual" in PairwiseMIEstimator(960).summary()
+
+
 # --- weights that were packed
 
 
@@ -218,8 +306,8 @@ def test_inference_mode_and_no_grad_share_an_estimator() -> None:
 
 @pytest.mark.parametrize("combine", COMBINES)
 def test_an_estimator_comes_back_from_its_folder(combine: Combine, tmp_path: Path) -> None:
-    estimator, (hidden, mask) = make(combine, (6, 5, 4)), batch()
-    estimator.provenance = {"model": "none", "form": "joint"}
+    estimator, (hidden, mask) = make(combine, (6, 5, 4), output="identity"), batch()
+    estimator.provenance, estimator.trained_on = {"model": "none", "form": "joint"}, {"weights": "0123"}
     estimator.save_pretrained(tmp_path / "a" / "b")
     for loaded in (
         PairwiseMIEstimator.from_pretrained(tmp_path / "a" / "b"),
@@ -228,6 +316,7 @@ def test_an_estimator_comes_back_from_its_folder(combine: Combine, tmp_path: Pat
         assert isinstance(loaded, PairwiseMIEstimator)
         assert not loaded.training
         assert loaded.provenance == estimator.provenance
+        assert loaded.trained_on == {"weights": "0123"}
         assert loaded.configuration() == estimator.configuration()
         assert predict(loaded, hidden, mask).equal(predict(estimator, hidden, mask))
     assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
@@ -325,6 +414,10 @@ def test_what_json_cannot_hold_leaves_the_files_as_they_were(tmp_path: Path) -> 
         lambda: PairwiseMIEstimator(4, layers=(4, 0)),
         lambda: PairwiseMIEstimator(4, layers=(4, 4, 4, 4)),
         lambda: PairwiseMIEstimator(4, combine="sum"),  # type: ignore[arg-type]
+        lambda: PairwiseMIEstimator(4, output="relu"),  # type: ignore[arg-type]
+        lambda: PairwiseMIEstimator(4, marginals="all"),  # type: ignore[arg-type]
+        lambda: PairwiseMIEstimator(4, rank=0),
+        lambda: PairwiseMIEstimator(4, weighted_layers=3),
         lambda: SudokuMIEstimator(layers=()),
         lambda: SudokuMIEstimator(features=0),
     ],
@@ -341,6 +434,22 @@ def test_the_wrong_width_is_an_error_that_names_both() -> None:
         make("concat")(torch.zeros(1, 4, 8), mask)
     with pytest.raises(ValueError, match=rf"hidden must be \[B, N, {HIDDEN_WIDTH}\]"):
         SudokuMIEstimator().score_and_select(torch.zeros(1, 4), torch.zeros(1, 4, 8), mask, gamma=0.1)
+
+
+def test_the_wrong_model_is_an_error_that_names_both() -> None:
+    fair, loaded = JointTable(torch.ones(2, 2)), JointTable(torch.tensor([[0.9, 0.1], [0.1, 0.9]]))
+    estimator = PairwiseMIEstimator(fair.hidden_size, layers=(4,))
+    estimator.check_model(loaded)  # of unknown origin
+    estimator.trained_on = identity(fair)
+    estimator.check_model(JointTable(torch.ones(2, 2)))
+    weights = [identity(model)["weights"] for model in (fair, loaded)]
+    with pytest.raises(ValueError, match=f"on a model of weights {weights[0]}, got one of weights {weights[1]}; if"):
+        estimator.check_model(loaded)
+    estimator.trained_on["layer"] = [8]
+    with pytest.raises(ValueError, match=r"on a model of layer \[8\], got one of layer None; if"):
+        estimator.check_model(fair)
+    with pytest.raises(ValueError, match=r"reads hidden states of width 4, got JointTable of width 6"):
+        estimator.check_model(JointTable(torch.ones(2, 2, 2, 2)))
 
 
 # --- the estimator of the Sudoku task
@@ -394,6 +503,8 @@ def test_the_sudoku_estimator_scores_a_board_alike_in_every_batch(sudoku_states:
 def test_the_shipped_sudoku_estimators_load_and_predict_information(strength: str) -> None:
     mask = torch.from_numpy(validation_puzzles().givens[:3]) == 0
     estimator = SudokuMIEstimator.shipped(strength)
+    estimator.check_model(load_model(strength))
+    assert estimator.trained_on is not None
     solutions = torch.from_numpy(validation_puzzles().solutions[:3]).long()
     model = load_model(strength)
     tokens = solutions.masked_fill(mask & (mask.cumsum(1) <= 25), 0)
@@ -402,228 +513,3 @@ def test_the_shipped_sudoku_estimators_load_and_predict_information(strength: st
     pairs = (mask.unsqueeze(-1) & mask.unsqueeze(-2)).triu(1)
     r = np.corrcoef(scores[pairs].sqrt().numpy(), labels[pairs].sqrt().numpy())[0, 1]
     assert r > 0.5
-
-
-# --- training
-
-
-@pytest.fixture(scope="module")
-def taught() -> tuple[JointTable, LabelSet]:
-    """A chain of bits, each like the one before, and labels of all of its states."""
-    length = 5
-    sequences = torch.tensor([*itertools.product(range(2), repeat=length)])
-    same = (sequences[:, 1:] == sequences[:, :-1]).double()
-    stay = torch.linspace(0.6, 0.95, length - 1, dtype=torch.float64)
-    model = JointTable((same * stay + (1 - same) * (1 - stay)).prod(1).view((2,) * length))
-    states = torch.tensor([*itertools.product(range(3), repeat=length)])
-    states = states[(states == 2).sum(1) >= 2]
-    labels = label_mi(model, states)
-    return model, LabelSet(states, states == 2, labels.mi, labels.entropy)
-
-
-class Remembering:
-    """A model that answers known states from a table: tests train for many epochs on few states."""
-
-    def __init__(self, model: JointTable, states: Tensor) -> None:
-        self.mask_token_id, self.vocab_size, self.hidden_size = 2, 2, model.hidden_size
-        output = model(states)
-        self.known = {tuple(s): h for s, h in zip(states.tolist(), output.hidden, strict=True)}
-
-    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
-        return MaskedOutput(torch.zeros(*tokens.shape, 2), torch.stack([self.known[tuple(s)] for s in tokens.tolist()]))
-
-
-def student(model: JointTable | Remembering) -> PairwiseMIEstimator:
-    torch.manual_seed(0)
-    return PairwiseMIEstimator(model.hidden_size, layers=(32, 16), combine="interaction")
-
-
-def test_training_improves_and_keeps_the_best_epoch(taught: tuple[JointTable, LabelSet]) -> None:
-    model, labels = taught
-    quick = Remembering(model, labels.tokens)
-    epochs: list[TrainingProgress] = []
-    before = evaluate_estimator(student(quick), quick, labels)
-    estimator, report = train_estimator(
-        student(quick), quick, labels, epochs=25, learning_rate=1e-2, held_out=0.2, on_epoch=epochs.append
-    )
-    assert not estimator.training
-    assert [e.epoch for e in epochs] == [*range(len(epochs))]
-    assert epochs[-1].loss < epochs[0].loss / 2
-    assert report.pearson == max(e.held_out.pearson for e in epochs)
-    assert report.pearson > 0.9
-    _, judge = split_states(labels, 0.2, 0)
-    assert repr(evaluate_estimator(estimator, quick, judge)) == repr(report)  # NaN where a bin is empty
-    assert evaluate_estimator(estimator, model, labels).mean_absolute_error < before.mean_absolute_error / 2
-
-
-def test_training_is_the_same_for_a_seed(taught: tuple[JointTable, LabelSet]) -> None:
-    model, labels = taught
-    quick = Remembering(model, labels.tokens)
-    runs = [train_estimator(student(quick), quick, labels, epochs=2, seed=seed) for seed in (1, 1, 2)]
-    weights = [torch.cat([p.flatten() for p in estimator.parameters()]) for estimator, _ in runs]
-    assert weights[0].equal(weights[1])
-    assert repr(runs[0][1]) == repr(runs[1][1])  # NaN where a bin is empty
-    assert not weights[0].equal(weights[2])
-
-
-def test_training_stops_when_it_no_longer_improves(taught: tuple[JointTable, LabelSet]) -> None:
-    model, labels = taught
-    quick = Remembering(model, labels.tokens)
-    epochs: list[TrainingProgress] = []
-    train_estimator(student(quick), quick, labels, epochs=50, learning_rate=0.0, patience=2, on_epoch=epochs.append)
-    assert len(epochs) == 3  # the first, and two that are no better
-
-
-def test_equal_predictions_at_first_do_not_end_the_training(taught: tuple[JointTable, LabelSet]) -> None:
-    model, labels = taught
-    quick = Remembering(model, labels.tokens)
-    estimator = student(quick)
-    with torch.no_grad():
-        for parameter in estimator.parameters():
-            parameter.zero_()
-        estimator.last.bias.fill_(-3.0)
-    epochs: list[TrainingProgress] = []
-
-    def wake(progress: TrainingProgress) -> None:
-        epochs.append(progress)
-        if progress.epoch == 0:
-            estimator.load_state_dict(student(quick).state_dict())
-
-    _, report = train_estimator(estimator, quick, labels, epochs=6, learning_rate=1e-2, patience=2, on_epoch=wake)
-    assert math.isnan(epochs[0].held_out.pearson)
-    assert report.pearson == max(e.held_out.pearson for e in epochs[1:])
-
-
-def test_states_are_parted_whole(taught: tuple[JointTable, LabelSet]) -> None:
-    _, labels = taught
-    kept, held = split_states(labels, 0.25, seed=4)
-    assert len(held.tokens) == round(0.25 * len(labels.tokens))
-    everything = [tuple(s) for part in (kept, held) for s in part.tokens.tolist()]
-    assert sorted(everything) == sorted(tuple(s) for s in labels.tokens.tolist())
-    for part in (kept, held):
-        row = labels.tokens.tolist().index(part.tokens[0].tolist())
-        assert part.mi[0].equal(labels.mi[row])
-        assert part.mask[0].equal(labels.mask[row])
-
-
-def test_loss_by_hand() -> None:
-    mask = torch.tensor([[True, True, False]])
-    mi = torch.tensor([[[0, 0.25, 9.0], [0.25, 0, 9], [9, 9, 0]]])
-    labels = LabelSet(torch.zeros(1, 3, dtype=torch.int64), mask, mi, torch.zeros(1, 3))
-    predicted = torch.full((1, 3, 3), 0.01)
-    # (sqrt(.01) - sqrt(.25))^2, up to the 1e-6 under the roots
-    assert float(root_loss(predicted, labels)) == pytest.approx(0.16, abs=1e-5)
-    negative = labels._replace(mi=-mi)
-    assert float(root_loss(predicted, negative)) == pytest.approx(0.01, abs=3e-4)
-    assert float(root_loss(predicted, labels, 4.0)) == pytest.approx(4 * 0.16, abs=4e-5)
-    assert float(root_loss(predicted, negative, 4.0)) == pytest.approx(0.01, abs=3e-4)  # too high, not too low
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"epochs": 0}, "epochs and batch_size must be at least 1"),
-        ({"batch_size": 0}, "epochs and batch_size must be at least 1"),
-        ({"held_out": 1.0}, "leaves nothing"),
-        ({"learning_rate": 1e30}, "lower learning_rate"),
-        ({"underestimation": 0.0}, "underestimation must be a positive number, got 0.0"),
-    ],
-)
-def test_trainings_that_cannot_be_are_refused(
-    taught: tuple[JointTable, LabelSet], options: dict[str, Any], message: str
-) -> None:
-    model, labels = taught
-    quick = Remembering(model, labels.tokens)
-    with pytest.raises(ValueError, match=message):
-        train_estimator(student(quick), quick, labels, **({"epochs": 2} | options))
-
-
-def test_labels_that_are_not_finite_are_refused(taught: tuple[JointTable, LabelSet]) -> None:
-    model, labels = taught
-    mi = labels.mi.clone()
-    mi[7, 0, 1] = torch.inf
-    with pytest.raises(ValueError, match="labels must be finite, got another one in state 7"):
-        train_estimator(student(model), model, labels._replace(mi=mi))
-
-
-# --- evaluation
-
-
-class Blank:
-    mask_token_id, vocab_size, hidden_size = 0, 2, 1
-
-    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
-        return MaskedOutput(torch.zeros(*tokens.shape, 2), tokens.unsqueeze(-1).float())
-
-
-def symmetric(*shape: int) -> Tensor:
-    x = torch.rand(shape)
-    return x + x.mT
-
-
-def report_of(predicted: Tensor, mi: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
-    """The report of given predictions: the model's hidden state is the number of the state."""
-    states, length = mi.shape[:2]
-    mask = torch.ones(states, length, dtype=torch.bool) if mask is None else mask
-    tokens = torch.arange(states).unsqueeze(-1).expand(states, length)
-    labels = LabelSet(tokens, mask, mi, torch.zeros(states, length))
-    return evaluate_estimator(lambda hidden, _: predicted[hidden[:, 0, 0].long()], Blank(), labels, **options)
-
-
-def mean_ranks(x: np.ndarray) -> np.ndarray:
-    return np.array([(x < value).sum() + ((x == value).sum() + 1) / 2 for value in x])
-
-
-def test_a_report_agrees_with_numpy() -> None:
-    mi = symmetric(9, 6, 6).square() / 2
-    predicted = ((mi + 0.3 * symmetric(9, 6, 6)) / 1.3 * 10).round() / 10  # with ties
-    mask = torch.rand(9, 6) < 0.8
-    report = report_of(predicted, mi, mask, tau=0.5, batch_size=4)
-    pairs = (mask.unsqueeze(-1) & mask.unsqueeze(-2)).triu(1)
-    p, a = predicted[pairs].double().numpy(), mi[pairs].double().numpy()
-    assert report.pairs == len(p)
-    assert report.pearson == pytest.approx(np.corrcoef(p, a)[0, 1], abs=1e-12)
-    assert report.spearman == pytest.approx(np.corrcoef(mean_ranks(p), mean_ranks(a))[0, 1], abs=1e-12)
-    assert report.mean_absolute_error == pytest.approx(np.abs(p - a).mean(), abs=1e-12)
-    for value, low, high in zip(report.calibration, (-9, 0.1, 0.5, 1), (0.1, 0.5, 1, 9), strict=True):
-        inside = (a >= low) & (a < high)
-        assert value == pytest.approx(np.abs(p - a)[inside].mean(), abs=1e-12)
-    called, independent = p < 0.5, a < 0.5
-    assert report.precision == pytest.approx((called & independent).sum() / called.sum())
-    assert report.recall == pytest.approx((called & independent).sum() / independent.sum())
-    assert report.false_independence == pytest.approx((called & ~independent).sum() / called.sum())
-
-
-def test_a_report_by_hand() -> None:
-    mi = torch.zeros(1, 3, 3)
-    mi[0, 0, 1], mi[0, 0, 2], mi[0, 1, 2] = -0.2, 0.1, 2.0  # the lower triangle is not read
-    predicted = torch.zeros(1, 3, 3)
-    predicted[0, 0, 1], predicted[0, 0, 2], predicted[0, 1, 2] = 0.0, 0.3, 1.0
-    report = report_of(predicted, mi)
-    assert report.pairs == 3
-    assert report.mean_absolute_error == pytest.approx(1.4 / 3)
-    assert report.calibration[:2] == pytest.approx([0.2, 0.2])
-    assert math.isnan(report.calibration[2])
-    assert report.calibration[3] == pytest.approx(1.0)
-    assert report.spearman == pytest.approx(1.0)
-    assert (report.precision, report.recall, report.false_independence) == (1.0, 1.0, 0.0)
-
-
-def test_what_does_not_exist_is_nan() -> None:
-    mi = symmetric(2, 4, 4) + 1.0
-    report = report_of(torch.full_like(mi, 0.1), mi)
-    assert math.isnan(report.pearson)
-    assert math.isnan(report.spearman)
-    assert math.isnan(report.precision)
-    assert math.isnan(report.recall)
-    assert math.isnan(report.false_independence)
-    assert all(math.isnan(value) for value in report.calibration[:3])
-    assert report.calibration[3] > 0
-
-
-@pytest.mark.parametrize("states", [0, 2])
-def test_fewer_than_two_pairs_are_refused(states: int) -> None:
-    mask = torch.zeros(states, 4, dtype=torch.bool)
-    mask[:1, :2] = True
-    with pytest.raises(ValueError, match=f"at least two masked pairs, got {min(states, 1)}"):
-        report_of(torch.zeros(states, 4, 4), torch.zeros(states, 4, 4), mask)

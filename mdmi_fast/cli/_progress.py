@@ -8,9 +8,11 @@ from typing import Any
 
 
 @contextmanager
-def bar(*, total: int, unit: str, description: str) -> Iterator[Any]:
+def bar(*, total: int, unit: str, description: str, silent: bool = False) -> Iterator[Any]:
     """A bar whose `update(n)` counts what was finished and whose `write(line)` prints a line above it."""
     from tqdm import tqdm
 
-    with tqdm(total=total, unit=unit, desc=description, disable=None, dynamic_ncols=True, leave=False) as progress:
+    with tqdm(
+        total=total, unit=unit, desc=description, disable=silent or None, dynamic_ncols=True, leave=False
+    ) as progress:
         yield progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,22 +19,55 @@ def percent(share: float) -> str:
 
 def as_dict(report: PairReport) -> dict[str, Any]:
     """The report as JSON has it, the calibration by its bins."""
-    fields = report._asdict()
-    return {**fields, "calibration": dict(zip(_CALIBRATION, report.calibration, strict=True))}
+    return {
+        **report._asdict(),
+        "calibration": dict(zip(_CALIBRATION, report.calibration, strict=True)),
+        "by_tau": [at._asdict() for at in report.by_tau],
+        "by_mask_ratio": [ratio._asdict() for ratio in report.by_mask_ratio],
+    }
 
 
 def as_table(report: PairReport) -> str:
+    """One report, a row a figure."""
+    return as_columns({"": report})
+
+
+def as_columns(reports: Mapping[str, PairReport]) -> str:
+    """Several reports on the same pairs, a column each."""
+    cells = [_rows(report) for report in reports.values()]
+    lines = [f"{'':<40}" + "".join(f"{name:>15}" for name in reports)] if any(reports) else []
+    for row in zip(*cells, strict=True):
+        lines.append(f"{row[0][0]:<40}" + "".join(f"{value:>15}" for _, value in row))
+    return "\n".join(lines)
+
+
+def _rows(report: PairReport) -> list[tuple[str, str]]:
     rows = [
         ("masked pairs", f"{report.pairs:,}"),
-        ("Pearson r", f"{report.pearson:.3f}"),
-        ("Spearman r", f"{report.spearman:.3f}"),
-        ("mean absolute error", f"{report.mean_absolute_error:.4f} nats"),
+        ("Pearson r", _number(report.pearson)),
+    ]
+    for ratio in report.by_mask_ratio:
+        rows.append((f"  masked share {ratio.low:g} to {ratio.high:g}", _number(ratio.pearson)))
+    rows += [
+        ("Spearman r", _number(report.spearman)),
+        ("  of a position's partners, mean", _number(report.partner_rank)),
+        ("strongest partner found", percent(report.top_partner)),
+        ("mean absolute error", _nats(report.mean_absolute_error)),
     ]
     for label, error in zip(_CALIBRATION, report.calibration, strict=True):
-        rows.append((f"  where the label is {label}", "no pairs" if math.isnan(error) else f"{error:.4f} nats"))
+        rows.append((f"  where the label is {label}", _nats(error)))
     rows += [
         (f"independent at {report.tau:g} nats, precision", percent(report.precision)),
         ("  recall", percent(report.recall)),
         ("  false independence", percent(report.false_independence)),
+        ("least tau of 5% false independence", "none" if math.isnan(report.safe_tau) else f"{report.safe_tau:g} nats"),
     ]
-    return "\n".join(f"{name:<40}{value}" for name, value in rows)
+    return rows
+
+
+def _number(value: float) -> str:
+    return "undefined" if math.isnan(value) else f"{value:.3f}"
+
+
+def _nats(value: float) -> str:
+    return "no pairs" if math.isnan(value) else f"{value:.4f} nats"

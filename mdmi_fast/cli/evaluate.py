@@ -1,4 +1,4 @@
-"""`mdmi-fast evaluate`: compare an estimator with labels."""
+"""`mdmi-fast evaluate`: judge an estimator by labels."""
 
 from __future__ import annotations
 
@@ -6,35 +6,82 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mdmi_fast.cli._options import add_model, add_threads, amount, find_estimator, json_text
+from mdmi_fast.cli._options import (
+    FORM_NAMES,
+    add_model,
+    add_seed,
+    add_threads,
+    amount,
+    find_estimator,
+    json_text,
+    natural,
+)
 
 
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "evaluate",
-        help="compare an estimator with labels",
-        description="Compare an estimator's predictions with labels of states it was not trained on.",
+        help="judge an estimator by labels",
+        description="Compare an estimator and simple baselines with labels of states it was not trained on, of states "
+        "under another mask law, and of states built to make it err; say whether it may be used to decode.",
     )
     parser.add_argument("--labels", required=True, type=Path, metavar="FOLDER", help="written by label")
     add_model(parser)
     parser.add_argument("--estimator", metavar="E", help="name or folder (default: the one shipped for the model)")
     parser.add_argument(
+        "--shifted", type=Path, metavar="FOLDER", help="labels of another domain (default: built from the first states)"
+    )
+    parser.add_argument(
+        "--built", type=natural, default=24, metavar="N", help="states to build and label for a split (default: 24)"
+    )
+    parser.add_argument("--form", choices=FORM_NAMES, help="of the label (default: the first that the folder keeps)")
+    parser.add_argument(
         "--tau", type=amount, default=0.01, metavar="NATS", help="below it a pair counts as independent (default: 0.01)"
     )
+    parser.add_argument(
+        "--moved-model", action="store_true", help="judge although the model's weights changed since training"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="one page of pictures")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_seed(parser, of="the states that are built")
     add_threads(parser)
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     from mdmi_fast.cli import _report
-    from mdmi_fast.estimator import evaluate_estimator
-    from mdmi_fast.labels import read_labels
+    from mdmi_fast.estimator import evaluate_splits
+    from mdmi_fast.estimator.data import first_form, read_examples
+    from mdmi_fast.estimator.splits import BUILT, build_split
     from mdmi_fast.models import load_model
 
     model = load_model(options.model)
-    labels = read_labels(options.labels, mask_token_id=model.mask_token_id)
+    form = options.form or first_form(options.labels)
+    labels = read_examples(options.labels, form, model=model)
     estimator = find_estimator(options.estimator, model=options.model)
-    report = evaluate_estimator(estimator, model, labels, tau=options.tau)
-    print(json_text(_report.as_dict(report)) if options.json else _report.as_table(report))
+    if not options.moved_model:
+        estimator.check_model(model)
+    splits = {"in distribution": labels}
+    if options.shifted is not None:
+        splits["shifted"] = read_examples(options.shifted, form, model=model)
+    if options.built:
+        some = [state.tokens for state in labels[: options.built]]
+        for name in BUILT:
+            if name not in splits:
+                splits[name] = build_split(name, model, some, form=form, seed=options.seed)
+    evaluation = evaluate_splits(estimator, model, splits, tau=options.tau)
+    if options.json:
+        told = {
+            split: {source: _report.as_dict(report) for source, report in reports.items()}
+            for split, reports in evaluation.reports.items()
+        }
+        print(json_text({"verdict": evaluation.verdict, "form": form, "splits": told}))
+    else:
+        for split, reports in evaluation.reports.items():
+            print(f"{split}, {form} form\n{_report.as_columns(reports)}\n")
+        print(evaluation.verdict)
+    if options.plot is not None:
+        from mdmi_fast.estimator.plots import plot_evaluation
+
+        plot_evaluation(evaluation, options.plot)
     return 0

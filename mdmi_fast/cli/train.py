@@ -1,17 +1,23 @@
-"""`mdmi-fast train`: fit an estimator to labels."""
+"""`mdmi-fast train`: fit an estimator to labels, or refine one."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import UsageError
-from mdmi_fast.cli._options import add_model, add_seed, add_threads, amount, kind_of, plain, positive, share
+from mdmi_fast.cli._options import FORM_NAMES, add_model, add_seed, add_threads, amount, kind_of, plain, positive, share
 
 if TYPE_CHECKING:
     from mdmi_fast.estimator import PairScorer, TrainingProgress
+    from mdmi_fast.estimator.data import Example
     from mdmi_fast.models import MaskedModel
+
+_GENERAL = ("combine", "rank", "output", "marginals", "weighted_layers")
+"""Options of the general architecture only."""
 
 
 def add(subparsers: Any) -> None:
@@ -19,28 +25,60 @@ def add(subparsers: Any) -> None:
         "train",
         help="fit an estimator to labels",
         description="Fit an estimator to a folder of labels and save it; every epoch is judged on held-out states and "
-        "the best one is kept.",
+        "the best one is kept. A run that was interrupted goes on when the same command is given again. Under "
+        "torchrun, several processes share the work.",
     )
     parser.add_argument("--labels", required=True, type=Path, metavar="FOLDER", help="written by label")
     add_model(parser)
+    parser.add_argument("--form", choices=FORM_NAMES, help="of the label (default: the first that the folder keeps)")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="of the estimator")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="E",
+        help="name or folder of an estimator to refine, after the model has moved; 100 to 500 new states are enough",
+    )
+    parser.add_argument(
+        "--old-labels",
+        type=Path,
+        metavar="FOLDER",
+        help="with --from: labels from before, mixed in one to one so that it does not forget",
+    )
     parser.add_argument(
         "--architecture", choices=("general", "sudoku"), help="of the estimator (default: sudoku for sudoku models)"
     )
     parser.add_argument(
         "--layers", type=_widths, metavar="W,W", help="widths of the layers (default: the architecture's)"
     )
-    parser.add_argument(
-        "--combine", choices=("concat", "product", "interaction"), help="of two states, general only (default: concat)"
+    general = parser.add_argument_group("of the general architecture")
+    general.add_argument(
+        "--combine", choices=("concat", "product", "interaction"), help="of two states (default: concat)"
+    )
+    general.add_argument("--rank", type=positive, metavar="N", help="of product and interaction (default: 64)")
+    general.add_argument(
+        "--output", choices=("softplus", "identity", "bounded"), help="bounded: by min(H_i, H_j) (default: softplus)"
+    )
+    general.add_argument(
+        "--marginals", choices=("none", "entropy", "summary"), help="what joins the hidden state (default: none)"
+    )
+    general.add_argument(
+        "--weighted-layers", type=positive, metavar="L", help="learn weights over L joined layers (default: 1)"
     )
     parser.add_argument("--epochs", type=positive, default=20, metavar="N", help="at most (default: 20)")
     parser.add_argument("--lr", type=amount, default=1e-3, metavar="RATE", help="learning rate (default: 0.001)")
+    parser.add_argument("--weight-decay", type=amount, default=1e-3, metavar="X", help="of AdamW (default: 0.001)")
+    parser.add_argument(
+        "--transform", choices=("root", "none", "log"), default="root", help="of labels in the loss (default: root)"
+    )
     parser.add_argument(
         "--underestimation",
         type=amount,
         default=1.0,
         metavar="WEIGHT",
         help="of predictions below the label against those above; more than 1 for sampling (default: 1)",
+    )
+    parser.add_argument(
+        "--emphasis", type=amount, default=0.0, metavar="X", help="weigh a pair by 1 + X * label (default: 0)"
     )
     parser.add_argument("--batch-size", type=positive, default=16, metavar="N", help="states a step (default: 16)")
     parser.add_argument("--held-out", type=share, default=0.1, metavar="SHARE", help="of the states (default: 0.1)")
@@ -51,6 +89,7 @@ def add(subparsers: Any) -> None:
         metavar="N",
         help="epochs without a better r before it stops (default: 5)",
     )
+    parser.add_argument("--device", metavar="D", help="such as cuda, where products are in bfloat16 (default: cpu)")
     add_seed(parser, of="weights, split and order")
     add_threads(parser)
     parser.set_defaults(run=run)
@@ -58,23 +97,63 @@ def add(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     architecture = options.architecture or ("sudoku" if kind_of(options.model) == "sudoku" else "general")
-    if architecture != "general" and options.combine:
-        raise UsageError("--combine belongs to --architecture general")
+    named = [name for name in _GENERAL if getattr(options, name) is not None]
+    if architecture != "general" and named:
+        raise UsageError(f"--{named[0].replace('_', '-')} belongs to --architecture general")
+    if options.start is not None and (options.architecture or options.layers or named):
+        raise UsageError("--from brings its own architecture, leave the options of the network out")
+    if options.old_labels is not None and options.start is None:
+        raise UsageError("--old-labels belongs to --from")
     import torch
+    import torch.distributed as dist
 
+    from mdmi_fast.estimator.data import first_form, read_examples
+    from mdmi_fast.models import load_model
+
+    device = torch.device(options.device or "cpu")
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        model = load_model(options.model)
+        if isinstance(model, torch.nn.Module):
+            model.to(device)
+        options.form = options.form or first_form(options.labels)
+        labels = read_examples(options.labels, options.form, model=model)
+        old = read_examples(options.old_labels, options.form) if options.old_labels else None
+        torch.manual_seed(options.seed)
+        estimator = _network(architecture, options, model).to(device)
+        _train(options, model, labels, old, estimator, speak=not several or dist.get_rank() == 0)
+    finally:
+        if several:
+            dist.destroy_process_group()
+    return 0
+
+
+def _train(
+    options: argparse.Namespace,
+    model: MaskedModel,
+    labels: Sequence[Example],
+    old: Sequence[Example] | None,
+    estimator: PairScorer,
+    *,
+    speak: bool,
+) -> None:
+    """Train and save; only one process speaks and writes."""
     from mdmi_fast.cli import _report
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.estimator import train_estimator
-    from mdmi_fast.labels import read_labels
-    from mdmi_fast.models import load_model
 
-    model = load_model(options.model)
-    labels = read_labels(options.labels, mask_token_id=model.mask_token_id)
-    torch.manual_seed(options.seed)
-    estimator = _network(architecture, options, model)
-    print(f"{estimator.n_parameters:,} parameters, {len(labels.tokens)} states")
-    print(f"{'epoch':>5} {'loss':>9} {'r':>7} {'Spearman':>9} {'error':>8} {'false independence':>19}")
-    with bar(total=options.epochs, unit="epoch", description="training") as progress:
+    checkpoint = options.out / "checkpoint.pt"
+    if speak:
+        print(f"{estimator.summary()}; {len(labels)} states")
+        if checkpoint.exists():
+            print(f"going on from {checkpoint}")
+        print(f"{'epoch':>5} {'loss':>9} {'r':>7} {'Spearman':>9} {'error':>8} {'false independence':>19}")
+    with bar(total=options.epochs, unit="epoch", description="training", silent=not speak) as progress:
 
         def on_epoch(now: TrainingProgress) -> None:
             told = now.held_out
@@ -82,37 +161,54 @@ def run(options: argparse.Namespace) -> int:
                 f"{now.epoch:5} {now.loss:9.5f} {told.pearson:7.3f} {told.spearman:9.3f} "
                 f"{told.mean_absolute_error:8.4f} {_report.percent(told.false_independence):>19}"
             )
-            progress.update(1)
+            progress.set_postfix(r=f"{told.pearson:.3f}")
+            progress.update(now.epoch + 1 - progress.n)
 
         estimator, report = train_estimator(
             estimator,
             model,
             labels,
+            old=old,
             epochs=options.epochs,
             batch_size=options.batch_size,
             learning_rate=options.lr,
+            weight_decay=options.weight_decay,
+            transform=options.transform,
             underestimation=options.underestimation,
+            emphasis=options.emphasis,
             held_out=options.held_out,
             patience=options.patience,
             seed=options.seed,
+            checkpoint=checkpoint,
             on_epoch=on_epoch,
         )
-    judged = plain(_report.as_dict(report))
-    estimator.provenance = {"model": options.model, "labels": options.labels.name, "held_out": judged}
+    if not speak:
+        return
+    estimator.provenance = {
+        "model": options.model,
+        "form": options.form,
+        "labels": options.labels.name,
+        "states": len(labels),
+        "refined_from": options.start,
+        "held_out": plain(_report.as_dict(report)),
+    }
     estimator.save_pretrained(options.out)
+    checkpoint.unlink()
     print(f"\n{options.out}, the best epoch on held-out states:\n{_report.as_table(report)}")
-    return 0
 
 
 def _network(architecture: str, options: argparse.Namespace, model: MaskedModel) -> PairScorer:
-    layers = {} if options.layers is None else {"layers": options.layers}
+    from mdmi_fast.estimator import PairwiseMIEstimator, load_estimator
+
+    if options.start is not None:
+        return load_estimator(options.start)
+    named = ("layers", *_GENERAL) if architecture == "general" else ("layers",)
+    given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
     if architecture == "sudoku":
         from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 
-        return SudokuMIEstimator(**layers)
-    from mdmi_fast.estimator import PairwiseMIEstimator
-
-    return PairwiseMIEstimator(model.hidden_size, combine=options.combine or "concat", **layers)
+        return SudokuMIEstimator(**given)
+    return PairwiseMIEstimator(model.hidden_size, **given)
 
 
 def _widths(text: str) -> tuple[int, ...]:

@@ -1,16 +1,18 @@
 """Estimators: small networks that predict pairwise mutual information from hidden states."""
 
-from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
+from mdmi_fast.estimator.evaluate import Evaluation, PairReport, evaluate_estimator, evaluate_splits
 from mdmi_fast.estimator.network import Head, PairScorer, PairwiseMIEstimator, load_estimator
 from mdmi_fast.estimator.train import TrainingProgress, train_estimator
 
 __all__ = [
+    "Evaluation",
     "Head",
     "PairReport",
     "PairScorer",
     "PairwiseMIEstimator",
     "TrainingProgress",
     "evaluate_estimator",
+    "evaluate_splits",
     "load_estimator",
     "train_estimator",
 ]

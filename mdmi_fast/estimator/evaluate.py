@@ -1,34 +1,79 @@
-"""How good an estimator is on labelled states it was not trained on (row S14 of the source)."""
+"""How good an estimator is on labelled states it was not trained on, and whether it may decode (rows S6, S14, S16)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mdmi_fast.labels import LabelSet, masked_pairs
+from mdmi_fast import ops
+from mdmi_fast.estimator.data import Batch, Labels, device_of, examples, read_batch
+from mdmi_fast.estimator.network import PairScorer
 from mdmi_fast.models import MaskedModel
 
 BINS = (-torch.inf, 0.1, 0.5, 1.0)
 """Lower edges of the calibration bins of the label, nats; labels of the "entropy" form may be negative."""
+TAUS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+"""Thresholds of independence, nats, at which a report says how often it errs."""
+RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Edges of the bins of the masked share of a state."""
+MOST_FALSE = 0.05
+"""Of the pairs predicted independent, the share that may be dependent (row S14)."""
+GOOD, POOR = 0.85, 0.75
+"""Correlation to be reached, and that under which training starts again (row S6)."""
+_SAMPLE = 200_000
+
+
+class Independence(NamedTuple):
+    """How well "the mutual information is below tau" is predicted.
+
+    Attributes:
+        tau: nats.
+        precision: of the pairs predicted independent, the share that is.
+        recall: of the independent pairs, the share predicted so.
+        false_independence: of the pairs predicted independent, the share that is not.
+    """
+
+    tau: float
+    precision: float
+    recall: float
+    false_independence: float
+
+
+class MaskRatio(NamedTuple):
+    """The correlations over states whose masked share lies in [low, high), the last bin with its end."""
+
+    low: float
+    high: float
+    pairs: int
+    pearson: float
+    spearman: float
 
 
 class PairReport(NamedTuple):
-    """Predicted against labelled mutual information over all masked pairs.
+    """Predicted against labelled mutual information over all masked pairs; NaN where something does not exist.
 
     Attributes:
         pairs: how many.
         pearson: correlation of the values.
         spearman: correlation of their ranks (of 200,000 pairs drawn at random, where there are more).
         mean_absolute_error: nats.
-        calibration: mean absolute error of pairs whose label lies below .1, in [.1, .5), in [.5, 1) and above, nats; NaN
-            where there are none.
+        calibration: mean absolute error of pairs whose label lies below .1, in [.1, .5), in [.5, 1) and above, nats.
         tau: nats below which a pair counts as independent in the three rows that follow.
-        precision: of the pairs predicted independent, the share that is.
-        recall: of the independent pairs, the share predicted so.
-        false_independence: of the pairs predicted independent, the share that is not: above 5%, raise tau or retrain.
+        precision: as in `Independence`, like the next two.
+        recall: see there.
+        false_independence: above 5%, raise tau or retrain.
+        safe_tau: the least of `by_tau` from which on at most 5% of the pairs predicted independent are dependent.
+        by_tau: the same for all thresholds.
+        by_mask_ratio: correlations by the masked share of the state.
+        partner_rank: Spearman's correlation between a position's partners, averaged over positions: how well they are
+            ordered, which is what decoding uses.
+        top_partner: of the positions that depend on another one by tau or more, the share whose strongest partner is
+            predicted to be the strongest.
     """
 
     pairs: int
@@ -40,12 +85,59 @@ class PairReport(NamedTuple):
     precision: float
     recall: float
     false_independence: float
+    safe_tau: float
+    by_tau: tuple[Independence, ...]
+    by_mask_ratio: tuple[MaskRatio, ...]
+    partner_rank: float
+    top_partner: float
+
+
+class Evaluation(NamedTuple):
+    """An estimator and its baselines on several sets of labels.
+
+    Attributes:
+        reports: split -> "estimator" or a baseline -> report.
+        verdict: whether the estimator may decode, by its report on the first split.
+        samples: split -> [n, 2] float64, predicted and labelled values of up to 200,000 pairs.
+    """
+
+    reports: dict[str, dict[str, PairReport]]
+    verdict: str
+    samples: dict[str, Tensor]
+
+
+Source = Callable[[Batch], Tensor]
+"""Gives [B, N, N] for a batch: mutual information, or anything that grows with it."""
+
+
+def _distance(batch: Batch) -> Tensor:
+    place = torch.arange(batch.mask.shape[1], device=batch.mask.device)
+    return -(place - place.unsqueeze(1)).abs().float().expand(batch.mi.shape)
+
+
+def _stats(batch: Batch) -> ops.TokenStats:
+    assert batch.stats is not None  # `read_batch` leaves them out only where that is asked for
+    return batch.stats
+
+
+def _pairwise(values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    return combine(values.unsqueeze(-1), values.unsqueeze(-2))
+
+
+BASELINES: dict[str, Source] = {
+    "constant": lambda batch: torch.zeros_like(batch.mi),
+    "min(H_i, H_j)": lambda batch: _pairwise(_stats(batch).entropy, torch.minimum),
+    "distance": _distance,
+    "confidences": lambda batch: -_pairwise(_stats(batch).confidence, torch.mul),
+}
+"""What an estimator has to beat; each is put on the scale of nats by the best line a + b x, b >= 0, through the labels
+themselves, which favours it."""
 
 
 def evaluate_estimator(
-    estimator: Callable[[Tensor, Tensor], Tensor],
+    estimator: Callable[..., Tensor],
     model: MaskedModel,
-    labels: LabelSet,
+    labels: Labels,
     *,
     tau: float = 0.01,
     batch_size: int = 64,
@@ -53,14 +145,15 @@ def evaluate_estimator(
     """Compare an estimator's predictions with labels, pair by pair (i < j, both masked).
 
     Args:
-        estimator: hidden [B, N, D] and mask [B, N] to mutual information [B, N, N], nats.
+        estimator: a `PairScorer`, or any function of hidden [B, N, D] and mask [B, N] that gives mutual information
+            [B, N, N] in nats.
         model: whose hidden states the labels belong to.
         labels: states the estimator has not seen.
         tau: nats below which a pair counts as independent.
         batch_size: states at once.
 
     Returns:
-        PairReport; a correlation is NaN where one side is constant, a share where it is one of nothing.
+        PairReport.
 
     Raises:
         ValueError: if the labels hold fewer than two masked pairs.
@@ -68,42 +161,181 @@ def evaluate_estimator(
     Numerics:
         Sums in float64.
     """
-    predicted, actual = [torch.zeros(0)], [torch.zeros(0)]
-    upper = torch.ones(labels.mask.shape[1], labels.mask.shape[1]).triu(1).bool()
-    with torch.no_grad():
-        for first in range(0, len(labels.tokens), batch_size):
-            part = LabelSet(*(field[first : first + batch_size] for field in labels))
-            pairs = masked_pairs(part.mask) & upper
-            predicted.append(estimator(model(part.tokens).hidden, part.mask)[pairs])
-            actual.append(part.mi[pairs])
-    p, a = torch.cat(predicted).double(), torch.cat(actual).double()
-    if len(p) < 2:
-        raise ValueError(f"evaluate_estimator: labels must hold at least two masked pairs, got {len(p)}")
+    return _collect({"estimator": _as_source(estimator)}, estimator, model, labels, tau, batch_size)[0]["estimator"]
+
+
+def evaluate_splits(
+    estimator: PairScorer,
+    model: MaskedModel,
+    splits: Mapping[str, Labels],
+    *,
+    tau: float = 0.01,
+    batch_size: int = 64,
+) -> Evaluation:
+    """Judge an estimator beside the baselines on several sets of labels (row S16).
+
+    Args:
+        estimator: to be judged.
+        model: whose hidden states the labels belong to.
+        splits: name -> states the estimator has not seen; the first ones are like those it will meet.
+        tau: as for `evaluate_estimator`, like batch_size.
+        batch_size: states at once.
+
+    Raises:
+        ValueError: as `evaluate_estimator`, or if there are no splits.
+    """
+    if not splits:
+        raise ValueError("evaluate_splits: splits must hold at least one set of labels, got none")
+    sources = {"estimator": _as_source(estimator), **BASELINES}
+    reports, samples = {}, {}
+    for name, labels in splits.items():
+        reports[name], samples[name] = _collect(sources, estimator, model, labels, tau, batch_size)
+    return Evaluation(reports, verdict(next(iter(reports.values()))["estimator"]), samples)
+
+
+def verdict(report: PairReport) -> str:
+    """One line that begins with "usable" or "retrain", by the limits of rows S6 and S14."""
+    r = f"Pearson r = {report.pearson:.3f}"
+    if not report.pearson >= POOR:
+        return f"retrain: {r}, below {POOR}"
+    goal = "" if report.pearson >= GOOD else f", below the goal of {GOOD}"
+    if report.false_independence <= MOST_FALSE:
+        return f"usable: {r}{goal}; {report.false_independence:.1%} false independence at {report.tau:g} nats"
+    if math.isnan(report.safe_tau):
+        return f"retrain: {r}{goal}, but more than {MOST_FALSE:.0%} false independence at every threshold"
+    return (
+        f"usable: {r}{goal}; as a budget, and as a threshold from {report.safe_tau:g} nats "
+        f"({report.false_independence:.1%} false independence at {report.tau:g})"
+    )
+
+
+def _as_source(estimator: Callable[..., Tensor]) -> Source:
+    if isinstance(estimator, PairScorer):
+        return lambda batch: estimator(batch.hidden, batch.mask, batch.stats)
+    return lambda batch: estimator(batch.hidden, batch.mask)
+
+
+@torch.no_grad()
+def _collect(
+    sources: Mapping[str, Source],
+    estimator: object,
+    model: MaskedModel,
+    labels: Labels,
+    tau: float,
+    batch_size: int,
+) -> tuple[dict[str, PairReport], Tensor]:
+    """A report for every source in one run of the model, and a sample of what the first source predicts."""
+    device, states = device_of(estimator), examples(labels)
+    values: dict[str, list[Tensor]] = {name: [torch.zeros(0)] for name in sources}
+    partners: dict[str, list[Tensor]] = {name: [] for name in sources}
+    actual, ratios = [torch.zeros(0)], [torch.zeros(0)]
+    for first in range(0, len(states), batch_size):
+        batch = read_batch(states[first : first + batch_size], model, device)
+        upper = batch.pairs.triu()
+        actual.append(batch.mi[upper].cpu())
+        ratios.append(batch.masked_share[:, None, None].expand_as(batch.mi)[upper].cpu())
+        for name, source in sources.items():
+            predicted = source(batch)
+            values[name].append(predicted[upper].cpu())
+            partners[name].append(_partners(predicted, batch, tau))
+    a, ratio = torch.cat(actual).double(), torch.cat(ratios)
+    if len(a) < 2:
+        raise ValueError(f"evaluate_estimator: labels must hold at least two masked pairs, got {len(a)}")
+    some = torch.randperm(len(a), generator=torch.Generator().manual_seed(0))[:_SAMPLE]
+    reports = {}
+    for name in sources:
+        p = torch.cat(values[name]).double()
+        if name in BASELINES:
+            p = _fitted(p, a)
+        rank_sum, ranked, hits, dependent = torch.stack(partners[name]).sum(0).tolist()
+        reports[name] = _report(p, a, ratio, some, tau, _share(rank_sum, ranked), _share(hits, dependent))
+    judged = torch.cat(values[next(iter(sources))]).double()
+    return reports, torch.stack([judged[some], a[some]], 1)
+
+
+def _report(
+    p: Tensor, a: Tensor, ratio: Tensor, some: Tensor, tau: float, partner_rank: float, top_partner: float
+) -> PairReport:
     error = (p - a).abs()
     calibration = tuple(
         float(error[(a >= low) & (a < high)].mean()) for low, high in zip(BINS, (*BINS[1:], torch.inf), strict=True)
     )
-    called, independent = p < tau, a < tau
-    right = float((called & independent).sum())
-    precision = right / float(called.sum()) if bool(called.any()) else float("nan")
-    recall = right / float(independent.sum()) if bool(independent.any()) else float("nan")
-    some = torch.randperm(len(p), generator=torch.Generator().manual_seed(0))[:200_000]
+    here = _independence(p, a, tau)
+    by_tau = tuple(_independence(p, a, at) for at in TAUS)
+    by_ratio = []
+    for low, high in pairwise(RATIOS):
+        inside = (ratio >= low) & ((ratio < high) | (high == RATIOS[-1]))
+        sampled = some[inside[some]]
+        spearman = correlation(_ranks(p[sampled]), _ranks(a[sampled]))
+        by_ratio.append(MaskRatio(low, high, int(inside.sum()), correlation(p[inside], a[inside]), spearman))
     return PairReport(
-        len(p),
-        correlation(p, a),
-        correlation(_ranks(p[some]), _ranks(a[some])),
-        float(error.mean()),
-        calibration,
-        tau,
-        precision,
-        recall,
-        1.0 - precision,
+        pairs=len(p),
+        pearson=correlation(p, a),
+        spearman=correlation(_ranks(p[some]), _ranks(a[some])),
+        mean_absolute_error=float(error.mean()),
+        calibration=calibration,
+        tau=tau,
+        precision=here.precision,
+        recall=here.recall,
+        false_independence=here.false_independence,
+        safe_tau=_safe_tau(by_tau),
+        by_tau=by_tau,
+        by_mask_ratio=tuple(by_ratio),
+        partner_rank=partner_rank,
+        top_partner=top_partner,
     )
 
 
+def _independence(p: Tensor, a: Tensor, tau: float) -> Independence:
+    called, independent = p < tau, a < tau
+    right = float((called & independent).sum())
+    precision = _share(right, float(called.sum()))
+    return Independence(tau, precision, _share(right, float(independent.sum())), 1.0 - precision)
+
+
+def _safe_tau(by_tau: tuple[Independence, ...]) -> float:
+    safe = list(takewhile(lambda at: at.false_independence <= MOST_FALSE, reversed(by_tau)))
+    return safe[-1].tau if safe else math.nan
+
+
+def _partners(predicted: Tensor, batch: Batch, tau: float) -> Tensor:
+    """[4] float64: the sum of the positions' rank correlations, how many have one; strongest partners found, and asked for."""
+    pairs, mi = batch.pairs, batch.mi
+    x, y = (_row_ranks(z, pairs) for z in (predicted, mi))
+    count = pairs.sum(-1, keepdim=True).clamp(min=1)
+    x, y = ((z - z.sum(-1, keepdim=True) / count).masked_fill(~pairs, 0.0) for z in (x, y))
+    scale = x.norm(dim=-1) * y.norm(dim=-1)
+    ranked = scale > 0
+    correlations = (x * y).sum(-1)[ranked] / scale[ranked]
+    strongest = mi.masked_fill(~pairs, -torch.inf).max(-1)
+    asked = (strongest.values >= tau) & (pairs.sum(-1) > 1)
+    found = predicted.masked_fill(~pairs, -torch.inf).argmax(-1) == strongest.indices
+    sums = (correlations.sum(), ranked.sum(), (found & asked).sum(), asked.sum())
+    return torch.stack([value.double() for value in sums]).cpu()
+
+
+def _row_ranks(x: Tensor, pairs: Tensor) -> Tensor:
+    """Ranks along the last axis among the entries of `pairs`, ties at their mean; 0 elsewhere."""
+    x = x.masked_fill(~pairs, torch.inf).contiguous()
+    ordered = x.sort(-1).values
+    ranks = torch.searchsorted(ordered, x) + torch.searchsorted(ordered, x, right=True)
+    return (ranks.double() / 2).masked_fill(~pairs, 0.0)
+
+
+def _fitted(x: Tensor, a: Tensor) -> Tensor:
+    """a + b x of least squared distance to the labels, b >= 0."""
+    spread = x - x.mean()
+    slope = float(spread @ (a - a.mean())) / max(float(spread @ spread), 1e-30)
+    return a.mean() + max(slope, 0.0) * spread
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
 def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's r of two float64 vectors; NaN where one is constant."""
-    if any(bool((z == z[0]).all()) for z in (x, y)):
+    """Pearson's r of two float64 vectors; NaN where one is constant or empty."""
+    if len(x) == 0 or any(bool((z == z[0]).all()) for z in (x, y)):
         return float("nan")
     x, y = x - x.mean(), y - y.mean()
     return float((x @ y) / (x.norm() * y.norm()))

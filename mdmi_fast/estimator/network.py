@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
@@ -16,10 +17,17 @@ from torch import Tensor, nn
 
 from mdmi_fast import ops
 from mdmi_fast.files import replace_file
+from mdmi_fast.labels import masked_pairs
+from mdmi_fast.labels.store import describe_model, layer_of
+from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.loading import resolve
 
 Combine = Literal["concat", "product", "interaction"]
+Output = Literal["softplus", "identity", "bounded"]
+Marginals = Literal["none", "entropy", "summary"]
 WEIGHTS_FILE, CONFIG_FILE = "estimator.safetensors", "estimator.json"
+DOCUMENTED_PARAMETERS = 50_000, 500_000
+"""The source's range (row S5); a network that knows its task, such as that of Sudoku, may be far smaller."""
 E = TypeVar("E", bound="PairScorer")
 
 
@@ -69,7 +77,12 @@ class PairScorer(nn.Module):
     """A pair network that `ops.pairwise_mlp` can score: two halves per position, then dense layers on the pair.
 
     A subclass says how the hidden states become halves (`halves`) and what follows (`head`), and names itself
-    (`architecture`); scoring, selection and files are shared. The output is softplus of the last layer: nats, >= 0.
+    (`architecture`); scoring, selection and files are shared.
+
+    Attributes:
+        trained_on: the model whose states it was trained on (`identity`); None: unknown.
+        provenance: what else it was made from (label form, states ...); saved with it, read by people.
+        precision: of the products of the dense layers outside of inference, as for `ops.pairwise_mlp`.
     """
 
     architecture: ClassVar[str]
@@ -78,18 +91,27 @@ class PairScorer(nn.Module):
     """Of `ops.pairwise_mlp`."""
     symmetry: str
     """Of `ops.pairwise_mlp`."""
+    output: Output = "softplus"
+    """What turns the last layer f_ij into nats: softplus, >= 0; nothing; or min(H_i, H_j) * sigmoid(f_ij)."""
+    needs_stats: bool = False
+    """Whether the marginals must be handed over with the hidden states."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         if hidden_size < 1:
             raise ValueError(f"{type(self).__name__}: hidden_size must be at least 1, got {hidden_size}")
         self.hidden_size = hidden_size
+        self.trained_on: dict[str, Any] | None = None
         self.provenance: dict[str, Any] = {}
-        """What the estimator was made from (model, label form, layer ...); saved with it, read by people."""
+        self.precision: str | None = None
         self._frozen: _Frozen | None = None
 
-    def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The halves u and v [B, N, H1] of hidden [B, N, D], each position from its own state (see `RowLayers`)."""
+    def read(self, hidden: Tensor, marginals: ops.TokenStats | None) -> Tensor:
+        """The state [B, N, W] of every position that the halves are made of."""
+        return hidden
+
+    def halves(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The halves u and v [B, N, H1] of what `read` gives, each position from its own state (see `RowLayers`)."""
         raise NotImplementedError
 
     def head(self) -> Head:
@@ -100,24 +122,38 @@ class PairScorer(nn.Module):
         """Keyword arguments that build the same network again."""
         raise NotImplementedError
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+    @property
+    def needs_step(self) -> bool:
+        """For policies: hand over the pass itself, whose logits give the marginals."""
+        return self.needs_stats
+
+    def forward(self, hidden: Tensor, mask: Tensor, stats: ops.TokenStats | int | None = None) -> Tensor:
         """Predicted mutual information of all masked pairs.
 
         Args:
             hidden: [B, N, D] float of any precision, as the model gave it.
             mask: [B, N] bool, True = masked.
+            stats: `ops.token_stats` of the model's logits, every field [B, N], or a `Step` that carries the logits; read
+                only where `needs_stats`.
 
         Returns:
             [B, N, N] float32, nats, symmetric; 0 on the diagonal and where an end is not masked.
 
         Raises:
             ValueError: if D is not the width the estimator was made for.
+            TypeError: if stats are needed and missing.
         """
-        u, v = self._checked_halves(hidden)
+        marginals = self._marginals(stats)
+        u, v = self._checked_halves(hidden, marginals)
         head, prepared = self._current_head()
-        return ops.pairwise_mlp(
+        scores = ops.pairwise_mlp(
             u, v, head.weights, head.biases, head.w_out, head.b_out, mask=mask, prepared=prepared, **self._options()
         )
+        if self.output != "bounded" or marginals is None:
+            return scores
+        least = torch.minimum(marginals.entropy.unsqueeze(-1), marginals.entropy.unsqueeze(-2))
+        # Not a product with the mask: an unmasked position may have any entropy, NaN included.
+        return (least * scores.sigmoid()).masked_fill(~masked_pairs(mask), 0.0)
 
     def score_and_select(
         self,
@@ -129,6 +165,7 @@ class PairScorer(nn.Module):
         lam: float = 1.0,
         entropy_weight: float = 1.0,
         limit: int | None = None,
+        stats: ops.TokenStats | int | None = None,
     ) -> ops.Selection:
         """`ops.select_budget` on the predicted scores, computing only the pairs that can matter.
 
@@ -140,6 +177,7 @@ class PairScorer(nn.Module):
             lam: weight of the mutual information.
             entropy_weight: weight of the entropy.
             limit: most positions a sequence.
+            stats: as for `forward`.
 
         Returns:
             Selection(selected [B, N] bool, spent [B] float64).
@@ -147,7 +185,12 @@ class PairScorer(nn.Module):
         Raises:
             ValueError: as `forward` and `ops.select_budget`.
         """
-        u, v = self._checked_halves(hidden)
+        if self.output == "bounded":  # the bound comes after the network: all pairs are scored
+            mi = self(hidden, mask, stats)
+            return ops.select_budget(
+                entropy, mi, gamma=gamma, lam=lam, entropy_weight=entropy_weight, mask=mask, limit=limit
+            )
+        u, v = self._checked_halves(hidden, self._marginals(stats))
         head, prepared = self._current_head()
         return ops.score_and_select(
             entropy,
@@ -166,16 +209,62 @@ class PairScorer(nn.Module):
             **self._options(),
         )
 
-    def _options(self) -> dict[str, str]:
-        return {"combine": self.combine, "symmetry": self.symmetry, "activation": "softplus"}
+    def check_model(self, model: MaskedModel) -> None:
+        """Refuse a model that the estimator was not trained on: hidden states of another mean nothing to it.
 
-    def _checked_halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        Args:
+            model: compared by the width of its hidden state and, where the estimator's is known, by `identity`.
+
+        Raises:
+            ValueError: naming both sides.
+        """
+        name = type(self).__name__
+        if model.hidden_size != self.hidden_size:
+            raise ValueError(
+                f"{name}: reads hidden states of width {self.hidden_size}, got {type(model).__name__} of width "
+                f"{model.hidden_size}"
+            )
+        if self.trained_on is None:
+            return
+        here = identity(model)
+        other = [key for key in {**self.trained_on, **here} if self.trained_on.get(key) != here.get(key)]
+        if other:
+            there, found = (", ".join(f"{key} {of.get(key)}" for key in other) for of in (self.trained_on, here))
+            raise ValueError(
+                f"{name}: was trained on a model of {there}, got one of {found}; if the model moved, refine the "
+                "estimator with train --from"
+            )
+
+    def _options(self) -> dict[str, Any]:
+        activation = "softplus" if self.output == "softplus" else "identity"
+        precision = self.precision if torch.is_grad_enabled() else None
+        return {
+            "combine": self.combine,
+            "symmetry": self.symmetry,
+            "activation": activation,
+            "precision": precision,
+        }
+
+    def _marginals(self, stats: ops.TokenStats | int | None) -> ops.TokenStats | None:
+        if not self.needs_stats:
+            return None
+        logits = getattr(stats, "logits", None)
+        if logits is not None:
+            return ops.token_stats(logits)
+        if not isinstance(stats, ops.TokenStats):
+            raise TypeError(
+                f"{type(self).__name__}: reads the marginals too: stats must be ops.token_stats(logits) or a Step with "
+                f"logits, got {stats!r}"
+            )
+        return stats
+
+    def _checked_halves(self, hidden: Tensor, marginals: ops.TokenStats | None) -> tuple[Tensor, Tensor]:
         if hidden.ndim != 3 or hidden.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"{type(self).__name__}: hidden must be [B, N, {self.hidden_size}], as the estimator was trained, "
                 f"got shape {tuple(hidden.shape)}"
             )
-        return self.halves(hidden.to(next(self.parameters()).dtype))
+        return self.halves(self.read(hidden.to(next(self.parameters()).dtype), marginals))
 
     def _current_head(self) -> tuple[Head, ops.PreparedPairwise | None]:
         """The head; outside of training packed once and kept until a weight changes."""
@@ -204,6 +293,13 @@ class PairScorer(nn.Module):
     def n_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def summary(self) -> str:
+        """One line: what it is made of, and its parameters beside the documented range."""
+        low, high = DOCUMENTED_PARAMETERS
+        place = "below" if self.n_parameters < low else "above" if self.n_parameters > high else "within"
+        sizes = ", ".join(f"{name} {value}" for name, value in self.configuration().items())
+        return f"{self.architecture}: {sizes}; {self.n_parameters:,} parameters ({place} the usual {low:,} to {high:,})"
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Write weights (safetensors) and configuration (JSON) into a folder; each file is whole or untouched.
 
@@ -217,7 +313,9 @@ class PairScorer(nn.Module):
         config = {
             "architecture": self.architecture,
             "configuration": self.configuration(),
+            "hidden_size": self.hidden_size,
             "parameters": self.n_parameters,
+            "trained_on": self.trained_on,
             "provenance": self.provenance,
         }
         text = json.dumps(config, indent=2) + "\n"
@@ -251,8 +349,13 @@ class PairScorer(nn.Module):
             estimator.load_state_dict(load_file(folder / WEIGHTS_FILE))
         except (SafetensorError, RuntimeError, TypeError) as error:
             raise ValueError(f"{folder}: weights and configuration do not make an estimator: {error}") from error
-        estimator.provenance = config.get("provenance", {})
+        estimator.trained_on, estimator.provenance = config.get("trained_on"), config.get("provenance", {})
         return estimator.eval()
+
+
+def identity(model: MaskedModel) -> dict[str, Any]:
+    """What an estimator's model is told by: its class, plain attributes, a hash of its weights, and the layers of the state."""
+    return {**describe_model(model), "layer": layer_of(model)}
 
 
 def read_configuration(folder: Path) -> dict[str, Any]:
@@ -284,19 +387,26 @@ class ShippedScorer(PairScorer):
 class PairwiseMIEstimator(PairScorer):
     """The general estimator: any hidden state in, one to three hidden layers.
 
-    Combinations of the two hidden states (row S5 of the source):
+    The first hidden layer of a pair reads (row S5 of the source)
 
-    - "concat": relu(h_i W_u + h_j W_v + b), averaged over both orders;
-    - "product": (h_i P) * (h_j P), with a learned projection P;
-    - "interaction": a learned product joined to the concatenation.
+    - "concat": [h_i; h_j], averaged over both orders;
+    - "product": (P h_i) * (P h_j), a learned bilinear form of low rank;
+    - "interaction": that product joined to the concatenation [relu(A h_i); relu(A h_j)], whose two halves share their
+      weights. Both are symmetric by themselves, so half of the pairs is scored.
 
     Args:
-        hidden_size: D.
-        layers: widths of the hidden layers, 1 to 3 of them; the first is made of the halves.
+        hidden_size: D of the model.
+        layers: widths of the hidden layers, 1 to 3 of them.
         combine: see above.
+        rank: rows of P and of A; "concat" has none.
+        output: "softplus", >= 0; "identity", for labels that may be negative; "bounded", between 0 and min(H_i, H_j).
+        marginals: what joins the state: nothing, "entropy" H_i, or "summary": H_i, the largest probability and its margin.
+        weighted_layers: L > 1: the model joined the states of L of its layers, D = L * width; one state is made of them
+            with learned weights that sum to 1. 1 takes the joined states as they are.
 
     Raises:
-        ValueError: if a width is less than 1, or there are none or more than three of them, or combine is unknown.
+        ValueError: if a size is less than 1, there are no layers or more than three, weighted_layers does not divide
+            hidden_size, or combine, output or marginals is unknown.
 
     Example:
         >>> import torch
@@ -308,41 +418,79 @@ class PairwiseMIEstimator(PairScorer):
 
     architecture = "general"
 
-    def __init__(self, hidden_size: int, layers: Sequence[int] = (512, 256), combine: Combine = "concat") -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        layers: Sequence[int] = (512, 256),
+        combine: Combine = "concat",
+        *,
+        rank: int = 64,
+        output: Output = "softplus",
+        marginals: Marginals = "none",
+        weighted_layers: int = 1,
+    ) -> None:
         super().__init__(hidden_size)
         if not 1 <= len(layers) <= 3 or min(layers) < 1:
             raise ValueError(f"PairwiseMIEstimator: layers must be 1 to 3 widths >= 1, got {tuple(layers)}")
-        if combine not in get_args(Combine):
+        for name, value, choices in (
+            ("combine", combine, Combine),
+            ("output", output, Output),
+            ("marginals", marginals, Marginals),
+        ):
+            if value not in get_args(choices):
+                raise ValueError(
+                    f"PairwiseMIEstimator: {name} must be one of {', '.join(get_args(choices))}, got {value!r}"
+                )
+        if rank < 1:
+            raise ValueError(f"PairwiseMIEstimator: rank must be at least 1, got {rank}")
+        if weighted_layers < 1 or hidden_size % weighted_layers:
             raise ValueError(
-                f"PairwiseMIEstimator: combine must be one of {', '.join(get_args(Combine))}, got {combine!r}"
+                f"PairwiseMIEstimator: weighted_layers must be a divisor of hidden_size {hidden_size}, "
+                f"got {weighted_layers}"
             )
-        self.layers, self.kind = tuple(layers), combine
+        self.layers, self.kind, self.rank = tuple(layers), combine, rank
+        self.output, self.marginals, self.weighted_layers = output, marginals, weighted_layers
+        self.needs_stats = marginals != "none" or output == "bounded"
         self.combine = "add" if combine == "concat" else "mul"
-        # Products are symmetric by construction, so half of the pairs is enough.
         self.symmetry = "mean" if combine == "concat" else "upper"
-        first, *widths = self.layers
+        if weighted_layers > 1:
+            self.layer_weights = nn.Parameter(torch.zeros(weighted_layers))
+        width = hidden_size // weighted_layers + {"none": 0, "entropy": 1, "summary": 3}[marginals]
         if combine == "concat":
-            self.left = RowLayers(hidden_size, first)
-            self.right = RowLayers(hidden_size, first, bias=False)
-            inputs = first
+            self.left = RowLayers(width, layers[0])
+            self.right = RowLayers(width, layers[0], bias=False)
+            widths = self.layers
         else:
-            self.project = RowLayers(hidden_size, first)
-            inputs, widths = first, [first, *widths]
+            self.project = RowLayers(width, rank)
+            widths = (rank, *self.layers)
         if combine == "interaction":
-            self.alone = RowLayers(hidden_size, first)
-            self.alone_in = nn.Linear(first, first, bias=False)
-        self.dense = nn.ModuleList(nn.Linear(a, b) for a, b in zip([inputs, *widths], widths, strict=False))
-        self.last = nn.Linear(widths[-1] if widths else inputs, 1)
-        nn.init.constant_(self.last.bias, -3.0)  # most pairs share nearly nothing
+            self.alone = RowLayers(width, rank)
+            self.alone_in = nn.Linear(rank, layers[0], bias=False)
+        self.dense = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.last = nn.Linear(widths[-1], 1)
+        nn.init.constant_(self.last.bias, 0.0 if output == "identity" else -3.0)  # most pairs share nearly nothing
 
-    def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, hidden: Tensor, marginals: ops.TokenStats | None) -> Tensor:
+        if self.weighted_layers > 1:
+            states = hidden.unflatten(-1, (self.weighted_layers, -1)).unbind(-2)
+            shares = self.layer_weights.softmax(0)
+            # One after the other: a sum over an axis may round by the size of the batch.
+            hidden = reduce(torch.add, [share * state for share, state in zip(shares, states, strict=True)])
+        if self.marginals == "none" or marginals is None:
+            return hidden
+        fields = [marginals.entropy]
+        if self.marginals == "summary":
+            fields += [marginals.confidence, marginals.margin]
+        return torch.cat([hidden, torch.stack(fields, -1).to(hidden.dtype)], -1)
+
+    def halves(self, state: Tensor) -> tuple[Tensor, Tensor]:
         if self.kind == "concat":
-            return self.left(hidden), self.right(hidden)
-        product = self.project(hidden)
+            return self.left(state), self.right(state)
+        product = self.project(state)
         if self.kind == "product":
             return product, product
         # x_i * 1 and 1 * x_j carry the concatenation through the product.
-        alone = torch.relu(self.alone(hidden))
+        alone = torch.relu(self.alone(state))
         ones = torch.ones_like(alone)
         return torch.cat([product, alone, ones], -1), torch.cat([product, ones, alone], -1)
 
@@ -354,7 +502,15 @@ class PairwiseMIEstimator(PairScorer):
         return head
 
     def configuration(self) -> dict[str, Any]:
-        return {"hidden_size": self.hidden_size, "layers": list(self.layers), "combine": self.kind}
+        return {
+            "hidden_size": self.hidden_size,
+            "layers": list(self.layers),
+            "combine": self.kind,
+            "rank": self.rank,
+            "output": self.output,
+            "marginals": self.marginals,
+            "weighted_layers": self.weighted_layers,
+        }
 
 
 def load_estimator(source: str | Path) -> PairScorer:

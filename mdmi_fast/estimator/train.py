@@ -1,19 +1,26 @@
-"""Training of an estimator on labelled states of a frozen model (row S6 of the source)."""
+"""Training of an estimator on labelled states of a frozen model (rows S6 and S7 of the source)."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from mdmi_fast.estimator.data import Example, Labels, examples, read_batch, split_states
 from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
-from mdmi_fast.estimator.network import E
-from mdmi_fast.labels import LabelSet, masked_pairs
+from mdmi_fast.estimator.network import E, PairScorer, identity
+from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
+
+Transform = Literal["root", "none", "log"]
 
 
 class TrainingProgress(NamedTuple):
@@ -24,119 +31,265 @@ class TrainingProgress(NamedTuple):
     held_out: PairReport
 
 
-class _Best(NamedTuple):
-    score: float
-    epoch: int
-    weights: dict[str, Tensor]
-    report: PairReport
+@dataclass(frozen=True)
+class PairLoss:
+    """Mean over masked pairs of weight * (t(predicted) - t(label))^2.
 
+    Most pairs share nearly nothing and a few share much: a transform keeps the many small values from being lost beside
+    the few large ones.
 
-def split_states(labels: LabelSet, held_out: float, seed: int) -> tuple[LabelSet, LabelSet]:
-    """Part the states, never the pairs of one state: (to train on, held out).
+    Args:
+        transform: t(x) is the signed root of |x|, x itself, or log(.01 + x) (of x >= 0).
+        underestimation: weight of pairs predicted too low against those predicted too high. For sampling take more than
+            1: a dependence overlooked spoils the sequence, one imagined costs a pass.
+        emphasis: adds emphasis * label to a weight of 1, so that rare pairs of high mutual information count more.
 
     Raises:
-        ValueError: if nothing is left to train on.
+        ValueError: for an unknown transform, an underestimation that is not positive or a negative emphasis.
     """
-    order = torch.randperm(len(labels.tokens), generator=torch.Generator().manual_seed(seed))
-    count = max(1, round(held_out * len(order)))
-    if count >= len(order):
-        raise ValueError(f"train_estimator: holding out {count} states leaves nothing of {len(order)} to train on")
-    held, kept = order[:count], order[count:]
-    return LabelSet(*(field[kept] for field in labels)), LabelSet(*(field[held] for field in labels))
 
+    transform: Transform = "root"
+    underestimation: float = 1.0
+    emphasis: float = 0.0
 
-def root_loss(predicted: Tensor, labels: LabelSet, underestimation: float = 1.0) -> Tensor:
-    """Mean squared difference of the square roots over masked pairs.
+    def __post_init__(self) -> None:
+        if self.transform not in get_args(Transform):
+            raise ValueError(
+                f"train_estimator: transform must be one of {', '.join(get_args(Transform))}, got {self.transform!r}"
+            )
+        if not 0 < self.underestimation < math.inf:
+            raise ValueError(f"train_estimator: underestimation must be a positive number, got {self.underestimation}")
+        if not 0 <= self.emphasis < math.inf:
+            raise ValueError(f"train_estimator: emphasis must be a number of at least 0, got {self.emphasis}")
 
-    Most pairs share nearly nothing and a few share much: the root keeps the many small values from being lost beside
-    the few large ones. `underestimation` weights the squares of pairs predicted too low.
-    """
-    pairs = masked_pairs(labels.mask)
-    small = 1e-6  # keeps the root's slope finite at 0
-    gap = (predicted + small).sqrt() - (labels.mi.clamp(min=0) + small).sqrt()
-    weight = torch.where(gap < 0, underestimation, 1.0) * pairs
-    return (gap.square() * weight).sum() / pairs.sum().clamp(min=1)
+    def total(self, predicted: Tensor, mi: Tensor, pairs: Tensor) -> Tensor:
+        """The sum over pairs [B, N, N]; divided by their number it is the loss."""
+        gap = self._transformed(predicted) - self._transformed(mi)
+        weight = torch.where(gap < 0, self.underestimation, 1.0) * (1.0 + self.emphasis * mi.clamp(min=0))
+        return (weight * gap.square()).masked_fill(~pairs, 0.0).sum()
+
+    def _transformed(self, x: Tensor) -> Tensor:
+        if self.transform == "root":
+            return x.sign() * (x.abs() + 1e-6).sqrt()  # the constant keeps the slope finite at 0
+        return (x.clamp(min=0) + 0.01).log() if self.transform == "log" else x
 
 
 def train_estimator(
     estimator: E,
     model: MaskedModel,
-    labels: LabelSet,
+    labels: Labels,
     *,
+    old: Labels | None = None,
     epochs: int = 20,
     batch_size: int = 16,
     learning_rate: float = 1e-3,
     weight_decay: float = 1e-3,
+    transform: Transform = "root",
     underestimation: float = 1.0,
+    emphasis: float = 0.0,
     held_out: float = 0.1,
     patience: int = 5,
     seed: int = 0,
+    checkpoint: str | Path | None = None,
     on_epoch: Callable[[TrainingProgress], None] | None = None,
 ) -> tuple[E, PairReport]:
     """Fit an estimator to the labels of a frozen model; the weights of the best epoch are kept.
 
-    The loss is `root_loss`, the best epoch that of the highest held-out correlation.
+    The loss is `PairLoss`, where negative labels count as 0 unless the estimator's output is "identity"; the best epoch
+    is that of the highest held-out correlation. An estimator that was trained before
+    goes on from its weights (refinement, row S7). On a GPU the dense layers multiply in bfloat16. Under
+    torchrun every process takes its share of each batch; what comes out is the same for any number of processes up
+    to rounding.
 
     Args:
-        estimator: trained in place.
-        model: whose hidden states the labels belong to.
-        labels: of states of this model.
+        estimator: trained in place, on the device of its weights; `trained_on` is set to the model.
+        model: whose hidden states the labels belong to, on the same device.
+        labels: of states of this model: a `LabelSet`, or the list that `read_examples` gives, of any lengths. Where all
+            bring their hidden states, the model is not asked in training.
+        old: labels of before the model moved; as many as there are new ones are mixed into every epoch, drawn anew, so that
+            what was learned is not forgotten. Never judged on.
         epochs: most passes over the states; the rate falls to 0 along a cosine.
-        batch_size: states a step; a state brings all of its pairs.
+        batch_size: states a step, over all processes; a state brings all of its pairs.
         learning_rate: of AdamW, with gradients clipped at norm 1.
         weight_decay: of AdamW.
-        underestimation: how much heavier a prediction below the label weighs than one above. For sampling take more
-            than 1: a dependence overlooked spoils the sequence, one imagined costs a pass.
+        transform: of `PairLoss`, like the next two.
+        underestimation: how much heavier a prediction below the label weighs than one above.
+        emphasis: how much heavier pairs of high mutual information weigh.
         held_out: share of the states that is only judged on.
         patience: epochs without a better held-out correlation before it stops.
         seed: of the split and the order.
-        on_epoch: called after every epoch.
+        checkpoint: file that is written after every epoch; where it exists, training goes on from it, with the result of
+            one that was never interrupted. None: none.
+        on_epoch: called after every epoch, in the first process.
 
     Returns:
         The estimator in evaluation mode and its report on the held-out states.
 
     Raises:
         ValueError: if there are too few states, a label is not finite, epochs or batch_size is less than 1,
-            underestimation is not positive, or the loss stops being a number.
+            an option of the loss is out of range, the checkpoint is damaged or of other settings, or the loss stops
+            being a number.
     """
-    if not 0 < underestimation < math.inf:
-        raise ValueError(f"train_estimator: underestimation must be a positive number, got {underestimation}")
     if min(epochs, batch_size) < 1:
         raise ValueError(f"train_estimator: epochs and batch_size must be at least 1, got {epochs} and {batch_size}")
-    if not bool(labels.mi.isfinite().all()):
-        state = int((~labels.mi.isfinite()).nonzero()[0, 0])
-        raise ValueError(f"train_estimator: labels must be finite, got another one in state {state}")
-    train, judge = split_states(labels, held_out, seed)
-    generator = torch.Generator().manual_seed(seed + 1)
-    optimizer = torch.optim.AdamW(estimator.parameters(), lr=learning_rate, weight_decay=weight_decay)
-    steps_per_epoch = -(-len(train.tokens) // batch_size)
-    best: _Best | None = None
-    for epoch in range(epochs):
-        estimator.train()
+    loss = PairLoss(transform, underestimation, emphasis)
+    states, old_states = examples(labels), [] if old is None else examples(old)
+    for name, given in (("labels", states), ("old", old_states)):
+        wrong = next((number for number, state in enumerate(given) if not bool(state.mi.isfinite().all())), None)
+        if wrong is not None:
+            raise ValueError(f"train_estimator: {name} must be finite, got another one in state {wrong}")
+    train, judge = split_states(states, held_out, seed)
+    steps = -(-len(_order(len(train), len(old_states), seed, 0)) // batch_size)
+    trainer = _Trainer(estimator, model, loss, learning_rate, weight_decay, epochs * steps)
+    kept = not estimator.needs_stats and all(state.hidden is not None for state in (*states, *old_states))
+    settings = {
+        "estimator": estimator.configuration(),
+        "model": identity(model),
+        "labels": [len(states), sum(float(state.mi.double().sum()) for state in states)],
+        "old": [len(old_states), sum(float(state.mi.double().sum()) for state in old_states)],
+        "loss": asdict(loss),
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "weight_decay": weight_decay,
+        "held_out": held_out,
+        "seed": seed,
+    }
+    run = _Run(estimator, trainer.optimizer, None if checkpoint is None else Path(checkpoint), settings)
+    while run.epoch < epochs and run.epoch - run.best_epoch <= patience:
         total = 0.0
-        for index, chosen in enumerate(torch.randperm(len(train.tokens), generator=generator).split(batch_size)):
-            done = (epoch * steps_per_epoch + index) / (epochs * steps_per_epoch)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate * 0.5 * (1 + math.cos(math.pi * done))
-            batch = LabelSet(*(field[chosen] for field in train))
-            with torch.no_grad():
-                hidden = model(batch.tokens).hidden
-            loss = root_loss(estimator(hidden, batch.mask), batch, underestimation)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(estimator.parameters(), 1.0)
-            optimizer.step()
-            total += loss.item()
+        order = _order(len(train), len(old_states), seed, run.epoch)
+        for index, chosen in enumerate(order.split(batch_size)):
+            batch = [train[n] if n < len(train) else old_states[n - len(train)] for n in chosen.tolist()]
+            total += trainer.step(batch, run.epoch * steps + index, kept=kept)
         if not math.isfinite(total):
-            raise ValueError(f"train_estimator: the loss of epoch {epoch} is {total}; lower learning_rate")
-        report = evaluate_estimator(estimator.eval(), model, judge)
-        if on_epoch is not None:
-            on_epoch(TrainingProgress(epoch, total / steps_per_epoch, report))
-        score = -math.inf if math.isnan(report.pearson) else report.pearson  # NaN: all predictions are equal
-        if best is None or score > best.score:
-            best = _Best(score, epoch, copy.deepcopy(estimator.state_dict()), report)
-        elif epoch - best.epoch >= patience:
-            break
-    assert best is not None  # there was at least one epoch
-    estimator.load_state_dict(best.weights)
-    return estimator, best.report
+            raise ValueError(f"train_estimator: the loss of epoch {run.epoch} is {total}; lower learning_rate")
+        report = _told_by_first(lambda: evaluate_estimator(estimator.eval(), model, judge))
+        run.finish_epoch(-math.inf if math.isnan(report.pearson) else report.pearson)  # NaN: all predictions are equal
+        if on_epoch is not None and _rank() == 0:
+            on_epoch(TrainingProgress(run.epoch - 1, total / steps, report))
+    estimator.load_state_dict(run.best)
+    estimator.trained_on = identity(model)
+    return estimator.eval(), evaluate_estimator(estimator, model, judge)
+
+
+class _Trainer:
+    """Takes steps: gradients over this process's share of a batch, averaged over all processes."""
+
+    def __init__(
+        self,
+        estimator: PairScorer,
+        model: MaskedModel,
+        loss: PairLoss,
+        learning_rate: float,
+        weight_decay: float,
+        total_steps: int,
+    ) -> None:
+        self.estimator, self.model, self.loss = estimator, model, loss
+        self.learning_rate, self.total_steps = learning_rate, total_steps
+        self.optimizer = torch.optim.AdamW(estimator.parameters(), lr=learning_rate, weight_decay=weight_decay)
+        self.device = next(estimator.parameters()).device
+        estimator.precision = "bf16" if self.device.type == "cuda" else None
+        self.network: nn.Module = estimator
+        if _world() > 1:
+            self.network = nn.parallel.DistributedDataParallel(estimator)
+
+    def step(self, states: Sequence[Example], number: int, *, kept: bool) -> float:
+        """One step on some states; returns the loss over all of their pairs."""
+        self.estimator.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * 0.5 * (1 + math.cos(math.pi * number / self.total_steps))
+        share = states[_rank() :: _world()]
+        # A process without a state of its own takes part with the first one, which counts nothing.
+        batch = read_batch(share or states[:1], self.model, self.device, kept=kept)
+        pairs = batch.pairs & (len(share) > 0)
+        predicted = self.network(batch.hidden, batch.mask, batch.stats)
+        # What an output cannot reach must not weigh more the further away it is.
+        mi = batch.mi if self.estimator.output == "identity" else batch.mi.clamp(min=0)
+        sums = torch.stack([self.loss.total(predicted, mi, pairs), pairs.sum()])
+        everywhere = sums.detach().clone()
+        if _world() > 1:
+            dist.all_reduce(everywhere)
+        total, count = everywhere.tolist()
+        self.optimizer.zero_grad()
+        (sums[0] * _world() / max(count, 1)).backward()  # averaging over processes divides by their number
+        nn.utils.clip_grad_norm_(self.estimator.parameters(), 1.0)
+        self.optimizer.step()
+        return total / max(count, 1)  # type: ignore[no-any-return]
+
+
+class _Run:
+    """How far a training is, in memory and in its checkpoint."""
+
+    def __init__(
+        self, estimator: PairScorer, optimizer: torch.optim.Optimizer, path: Path | None, settings: dict[str, Any]
+    ) -> None:
+        self._estimator, self._optimizer, self._path, self._settings = estimator, optimizer, path, settings
+        self.epoch, self.best_epoch, self._best_score = 0, 0, -math.inf
+        self.best: dict[str, Tensor] = {}
+        if path is not None and path.exists():
+            self._resume(path)
+
+    def finish_epoch(self, score: float) -> None:
+        if not self.best or score > self._best_score:
+            self.best_epoch, self._best_score = self.epoch, score
+            self.best = copy.deepcopy(self._estimator.state_dict())
+        self.epoch += 1
+        if self._path is not None and _rank() == 0:
+            with replace_file(self._path) as temporary:
+                torch.save({"settings": self._settings, "state": self._state()}, temporary)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "best_epoch": self.best_epoch,
+            "best_score": self._best_score,
+            "best": self.best,
+            "weights": self._estimator.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def _resume(self, path: Path) -> None:
+        try:
+            kept = torch.load(path, map_location="cpu", weights_only=True)
+            settings, state = kept["settings"], kept["state"]
+        except (RuntimeError, OSError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{path}: not the checkpoint of a training: {error}") from error
+        changed = [name for name, value in self._settings.items() if settings.get(name) != value]
+        if changed:
+            raise ValueError(
+                f"{path}: is of a training with other {', '.join(changed)}; delete it or choose another folder"
+            )
+        self._estimator.load_state_dict(state["weights"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.epoch, self.best_epoch, self._best_score = state["epoch"], state["best_epoch"], state["best_score"]
+        self.best = state["best"]
+
+
+def _order(n_new: int, n_old: int, seed: int, epoch: int) -> Tensor:
+    """Numbers of the states of an epoch, in its order: all new ones, and as many of the old ones that follow them."""
+    generator = torch.Generator().manual_seed((seed << 20) + epoch + 1)
+    order = torch.randperm(n_new, generator=generator)
+    if n_old:
+        some = n_new + torch.randperm(n_old, generator=generator)[:n_new]
+        order = torch.cat([order, some])
+        order = order[torch.randperm(len(order), generator=generator)]
+    return order
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if _world() > 1 else 0
+
+
+def _told_by_first(judge: Callable[[], PairReport]) -> PairReport:
+    """What the first process finds, in all of them: they must not disagree on when to stop."""
+    if _world() == 1:
+        return judge()
+    box = [judge() if _rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    assert box[0] is not None
+    return box[0]

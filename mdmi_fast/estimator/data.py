@@ -1,0 +1,151 @@
+"""Labelled states on their way to an estimator: the one place that knows how labels are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from mdmi_fast import ops
+from mdmi_fast.labels import Form, LabelSet, masked_pairs, stream_labels
+from mdmi_fast.models import MaskedModel
+
+
+class Example(NamedTuple):
+    """One labelled state.
+
+    Attributes:
+        tokens: [N] int64, the mask token where masked.
+        positions: [M] int64, the masked positions.
+        pairs: [Q, 2] int64, i < j, the masked pairs that have a label.
+        mi: [Q] float32, nats.
+        hidden: [M, D], the hidden states of the masked positions where they were kept.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    pairs: Tensor
+    mi: Tensor
+    hidden: Tensor | None
+
+
+Labels = LabelSet | Sequence[Example]
+"""What an estimator is trained and judged on: states of one length, or of any."""
+
+
+class Batch(NamedTuple):
+    """Some labelled states, with all of their pairs.
+
+    Attributes:
+        hidden: [B, N, D], as the model gives it.
+        stats: of the model's logits, every field [B, N]; None where the model was not asked.
+        mask: [B, N] bool, True = masked.
+        mi: [B, N, N] float32, nats, 0 where there is no label.
+        pairs: [B, N, N] bool, True where there is one, in both directions.
+        masked_share: [B] float32, of the positions that are no padding.
+    """
+
+    hidden: Tensor
+    stats: ops.TokenStats | None
+    mask: Tensor
+    mi: Tensor
+    pairs: Tensor
+    masked_share: Tensor
+
+
+def read_examples(folder: str | Path, form: Form, *, model: MaskedModel | None = None) -> list[Example]:
+    """Read a folder of labels, of states of any lengths.
+
+    Args:
+        folder: as `write_labels` filled it.
+        form: which reading.
+        model: that the labels must be of, None: whichever they are of.
+
+    Raises:
+        FileNotFoundError: if it holds no labels.
+        ValueError: as `stream_labels`, or if the form was not kept.
+    """
+    found = []
+    for state in stream_labels(folder, model=model):
+        if form not in state.mi:
+            raise ValueError(f"{folder}: holds the forms {', '.join(state.mi)}, got form={form!r}")
+        found.append(Example(state.tokens, state.positions, state.pairs, state.mi[form], state.hidden))
+    return found
+
+
+def first_form(folder: str | Path) -> Form:
+    """The first of the forms that a folder of labels keeps."""
+    return next(iter(next(stream_labels(folder)).mi))
+
+
+def examples(labels: Labels) -> Sequence[Example]:
+    """Labels of either kind, state by state."""
+    if not isinstance(labels, LabelSet):
+        return labels
+    upper = masked_pairs(labels.mask).triu()
+    rows = zip(labels.tokens, labels.mask, upper, labels.mi, strict=True)
+    return [
+        Example(tokens, mask.nonzero().squeeze(-1), pairs.nonzero(), mi[pairs], None)
+        for tokens, mask, pairs, mi in rows
+    ]
+
+
+@torch.no_grad()
+def read_batch(states: Sequence[Example], model: MaskedModel, device: torch.device, *, kept: bool = False) -> Batch:
+    """Put some states into one batch, and run the model on them.
+
+    Args:
+        states: of any lengths.
+        model: whose labels they are.
+        device: of the model, and of everything that comes back.
+        kept: leave the model alone: all states bring their hidden states.
+    """
+    lengths = torch.tensor([len(state.tokens) for state in states])
+    size = len(states), int(lengths.max())
+    mask = torch.zeros(size, dtype=torch.bool)
+    mi, pairs = torch.zeros(*size, size[1]), torch.zeros(*size, size[1], dtype=torch.bool)
+    for row, state in enumerate(states):
+        first, second = state.pairs.unbind(1)
+        mask[row, state.positions] = True
+        mi[row, first, second] = mi[row, second, first] = state.mi
+        pairs[row, first, second] = pairs[row, second, first] = True
+    if kept:
+        hidden, stats = _kept_hidden(states, size).to(device), None
+    else:
+        tokens = pad_sequence([state.tokens for state in states], batch_first=True).to(device)
+        visible = torch.arange(size[1]) < lengths.unsqueeze(1)
+        output = model(tokens, None if bool(visible.all()) else visible.to(device))
+        hidden, stats = output.hidden, ops.token_stats(output.logits)
+    return Batch(hidden, stats, *(field.to(device) for field in (mask, mi, pairs, mask.sum(1) / lengths)))
+
+
+def _kept_hidden(states: Sequence[Example], size: tuple[int, int]) -> Tensor:
+    """[B, N, D], 0 where not masked."""
+    rows = [state.hidden for state in states if state.hidden is not None]
+    hidden = rows[0].new_zeros(*size, rows[0].shape[1])
+    for row, (state, own) in enumerate(zip(states, rows, strict=True)):
+        hidden[row, state.positions] = own
+    return hidden
+
+
+def split_states(states: Sequence[Example], held_out: float, seed: int) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Part the states, never the pairs of one state: (to train on, held out).
+
+    Raises:
+        ValueError: if nothing is left to train on.
+    """
+    order = torch.randperm(len(states), generator=torch.Generator().manual_seed(seed)).tolist()
+    count = max(1, round(held_out * len(order)))
+    if count >= len(order):
+        raise ValueError(f"train_estimator: holding out {count} states leaves nothing of {len(order)} to train on")
+    return [states[number] for number in order[count:]], [states[number] for number in order[:count]]
+
+
+def device_of(estimator: object) -> torch.device:
+    """Where an estimator lives; one without weights counts as on the CPU."""
+    weights = estimator.parameters() if isinstance(estimator, nn.Module) else iter(())
+    return next((weight.device for weight in weights), torch.device("cpu"))

@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, train_estimator
+from mdmi_fast.estimator.data import examples, read_batch, split_states
+from mdmi_fast.estimator.network import Output, identity
+from mdmi_fast.estimator.train import PairLoss, TrainingProgress, _order
+from mdmi_fast.labels import LabelSet, label_mi
+from mdmi_fast.models import MaskedOutput
+from mdmi_fast.models.exact import JointTable
+
+LENGTH = 5
+
+
+def chain(*stay: float) -> JointTable:
+    """Bits, each like the one before with the probability given."""
+    sequences = torch.tensor([*itertools.product(range(2), repeat=LENGTH)])
+    same = (sequences[:, 1:] == sequences[:, :-1]).double()
+    likely = torch.tensor(stay, dtype=torch.float64)
+    return JointTable((same * likely + (1 - same) * (1 - likely)).prod(1).view((2,) * LENGTH))
+
+
+def labelled(model: JointTable) -> LabelSet:
+    """Labels of all states of a chain with two masked bits or more."""
+    states = torch.tensor([*itertools.product(range(3), repeat=LENGTH)])
+    states = states[(states == 2).sum(1) >= 2]
+    labels = label_mi(model, states)
+    return LabelSet(states, states == 2, labels.mi, labels.entropy)
+
+
+@pytest.fixture(scope="module")
+def taught() -> tuple[JointTable, LabelSet]:
+    model = chain(0.6, 0.72, 0.83, 0.95)
+    return model, labelled(model)
+
+
+class Blank:
+    """A model that says nothing of its tokens."""
+
+    mask_token_id, vocab_size, hidden_size = 2, 2, 1
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        return MaskedOutput(torch.zeros(*tokens.shape, 2), tokens.unsqueeze(-1).float())
+
+
+class Remembering:
+    """A model that answers known states from a table: tests train for many epochs on few states."""
+
+    def __init__(self, model: JointTable, states: Tensor) -> None:
+        self.mask_token_id, self.vocab_size, self.hidden_size = 2, 2, model.hidden_size
+        self.joint = model.joint  # what models are told apart by
+        output = model(states)
+        self.known = {tuple(s): h for s, h in zip(states.tolist(), output.hidden, strict=True)}
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        return MaskedOutput(torch.zeros(*tokens.shape, 2), torch.stack([self.known[tuple(s)] for s in tokens.tolist()]))
+
+
+def student(model: JointTable | Remembering) -> PairwiseMIEstimator:
+    torch.manual_seed(0)
+    return PairwiseMIEstimator(model.hidden_size, layers=(32, 16), combine="interaction", rank=32)
+
+
+def test_training_improves_and_keeps_the_best_epoch(taught: tuple[JointTable, LabelSet]) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    epochs: list[TrainingProgress] = []
+    before = evaluate_estimator(student(quick), quick, labels)
+    estimator, report = train_estimator(
+        student(quick), quick, labels, epochs=25, learning_rate=1e-2, held_out=0.2, on_epoch=epochs.append
+    )
+    assert not estimator.training
+    assert [e.epoch for e in epochs] == [*range(len(epochs))]
+    assert epochs[-1].loss < epochs[0].loss / 2
+    assert report.pearson == max(e.held_out.pearson for e in epochs)
+    assert report.pearson > 0.9
+    _, judge = split_states(examples(labels), 0.2, 0)
+    assert repr(evaluate_estimator(estimator, quick, judge)) == repr(report)  # NaN where a bin is empty
+    assert evaluate_estimator(estimator, model, labels).mean_absolute_error < before.mean_absolute_error / 2
+
+
+def test_training_is_the_same_for_a_seed(taught: tuple[JointTable, LabelSet]) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    runs = [train_estimator(student(quick), quick, labels, epochs=2, seed=seed) for seed in (1, 1, 2)]
+    weights = [torch.cat([p.flatten() for p in estimator.parameters()]) for estimator, _ in runs]
+    assert weights[0].equal(weights[1])
+    assert repr(runs[0][1]) == repr(runs[1][1])  # NaN where a bin is empty
+    assert not weights[0].equal(weights[2])
+
+
+@pytest.mark.parametrize(("output", "alike"), [("softplus", True), ("identity", False)])
+def test_negative_labels_count_as_nothing_where_the_output_is_not(
+    taught: tuple[JointTable, LabelSet], output: Output, alike: bool
+) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    negative = labels.mi - 0.2 * (labels.mi < 0.1)
+    weights = []
+    for mi in (negative, negative.clamp(min=0)):
+        torch.manual_seed(0)
+        fresh = PairwiseMIEstimator(model.hidden_size, layers=(8,), output=output)
+        estimator, _ = train_estimator(fresh, quick, labels._replace(mi=mi), epochs=1, held_out=0.8)
+        weights.append(estimator.last.weight)
+    assert weights[0].equal(weights[1]) == alike
+
+
+def test_training_stops_when_it_no_longer_improves(taught: tuple[JointTable, LabelSet]) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    epochs: list[TrainingProgress] = []
+    train_estimator(student(quick), quick, labels, epochs=50, learning_rate=0.0, patience=2, on_epoch=epochs.append)
+    assert len(epochs) == 3  # the first, and two that are no better
+
+
+def test_equal_predictions_at_first_do_not_end_the_training(taught: tuple[JointTable, LabelSet]) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    estimator = student(quick)
+    with torch.no_grad():
+        for parameter in estimator.parameters():
+            parameter.zero_()
+        estimator.last.bias.fill_(-3.0)
+    epochs: list[TrainingProgress] = []
+
+    def wake(progress: TrainingProgress) -> None:
+        epochs.append(progress)
+        if progress.epoch == 0:
+            estimator.load_state_dict(student(quick).state_dict())
+
+    _, report = train_estimator(estimator, quick, labels, epochs=6, learning_rate=1e-2, patience=2, on_epoch=wake)
+    assert math.isnan(epochs[0].held_out.pearson)
+    assert report.pearson == max(e.held_out.pearson for e in epochs[1:])
+
+
+def test_states_are_parted_whole(taught: tuple[JointTable, LabelSet]) -> None:
+    _, labels = taught
+    kept, held = split_states(examples(labels), 0.25, seed=4)
+    assert len(held) == round(0.25 * len(labels.tokens))
+    everything = [tuple(state.tokens.tolist()) for state in (*kept, *held)]
+    assert sorted(everything) == sorted(tuple(s) for s in labels.tokens.tolist())
+    for state in (kept[0], held[0]):
+        row = labels.tokens.tolist().index(state.tokens.tolist())
+        assert state.positions.equal(labels.mask[row].nonzero().flatten())
+        first, second = state.pairs.unbind(1)
+        assert state.mi.equal(labels.mi[row, first, second])
+
+
+def test_states_of_any_length_make_one_batch(taught: tuple[JointTable, LabelSet]) -> None:
+    """A state's rows are the same next to a longer one; what has no label is no pair."""
+    _, labels = taught
+    long = examples(labels)[100]
+    short = long._replace(tokens=long.tokens[:4], positions=torch.tensor([1, 3]), pairs=torch.tensor([[1, 3]]))
+    short = short._replace(mi=torch.tensor([0.5]))
+
+    class Padded(Blank):
+        def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+            assert attention_mask is not None
+            assert attention_mask.tolist() == [[True] * 5, [True] * 4 + [False]]
+            return super().__call__(tokens, attention_mask)
+
+    batch = read_batch([long, short], Padded(), torch.device("cpu"))
+    assert batch.mask.tolist() == [[i in long.positions for i in range(5)], [False, True, False, True, False]]
+    assert batch.pairs[1].nonzero().tolist() == [[1, 3], [3, 1]]
+    assert batch.mi[1, 1, 3] == batch.mi[1, 3, 1] == 0.5
+    assert batch.mi[0].equal(labels.mi[100])
+    torch.testing.assert_close(batch.masked_share, torch.tensor([len(long.positions) / 5, 0.5]))
+
+
+def test_hidden_states_that_were_kept_are_read_instead_of_the_model(taught: tuple[JointTable, LabelSet]) -> None:
+    model, labels = taught
+    states = examples(labels)[-3:]
+    kept = [state._replace(hidden=model(state.tokens[None]).hidden[0, state.positions]) for state in states]
+    asked = read_batch(states, model, torch.device("cpu"))
+    read = read_batch(kept, Blank(), torch.device("cpu"), kept=True)
+    assert read.stats is None
+    assert read.hidden.equal(asked.hidden.masked_fill(~asked.mask.unsqueeze(-1), 0.0))
+    trained, _ = train_estimator(student(model), model, states, epochs=1, held_out=0.34)
+    again, _ = train_estimator(student(model), model, kept, epochs=1, held_out=0.34)
+    for a, b in zip(trained.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_loss_by_hand() -> None:
+    pairs = torch.tensor([[[False, True, False], [True, False, False], [False, False, False]]])
+    mi = torch.tensor([[[0, 0.25, 9.0], [0.25, 0, 9], [9, 9, 0]]])
+    predicted = torch.full((1, 3, 3), 0.01)
+
+    def loss(labels: Tensor, **options: Any) -> float:
+        return float(PairLoss(**options).total(predicted, labels, pairs)) / 2
+
+    # (sqrt(.01) - sqrt(.25))^2, up to the 1e-6 under the roots
+    assert loss(mi) == pytest.approx(0.16, abs=1e-5)
+    assert loss(-mi) == pytest.approx(0.36, abs=1e-5)
+    assert loss(mi, underestimation=4.0) == pytest.approx(4 * 0.16, abs=4e-5)
+    assert loss(-mi, underestimation=4.0) == pytest.approx(0.36, abs=1e-5)  # too high, not too low
+    assert loss(mi, emphasis=2.0) == pytest.approx(1.5 * 0.16, abs=1e-5)
+    assert loss(mi, transform="none") == pytest.approx(0.24**2)
+    assert loss(mi, transform="log") == pytest.approx(math.log(0.26 / 0.02) ** 2, rel=1e-5)
+
+
+def test_a_loss_ignores_what_is_not_a_pair() -> None:
+    predicted = torch.full((1, 2, 2), math.nan)
+    total = PairLoss().total(predicted, torch.zeros(1, 2, 2), torch.zeros(1, 2, 2, dtype=torch.bool))
+    assert float(total) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 0}, "epochs and batch_size must be at least 1"),
+        ({"batch_size": 0}, "epochs and batch_size must be at least 1"),
+        ({"held_out": 1.0}, "leaves nothing"),
+        ({"learning_rate": 1e30}, "lower learning_rate"),
+        ({"underestimation": 0.0}, "underestimation must be a positive number, got 0.0"),
+        ({"emphasis": -1.0}, "emphasis must be a number of at least 0, got -1.0"),
+        ({"transform": "square"}, "transform must be one of root, none, log, got 'square'"),
+    ],
+)
+def test_trainings_that_cannot_be_are_refused(
+    taught: tuple[JointTable, LabelSet], options: dict[str, Any], message: str
+) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    with pytest.raises(ValueError, match=message):
+        train_estimator(student(quick), quick, labels, **({"epochs": 2} | options))
+
+
+def test_labels_that_are_not_finite_are_refused(taught: tuple[JointTable, LabelSet]) -> None:
+    model, labels = taught
+    mi = labels.mi.clone()
+    mi[130, 0, 1] = torch.inf  # of the last state, all masked
+    with pytest.raises(ValueError, match="labels must be finite, got another one in state 130"):
+        train_estimator(student(model), model, labels._replace(mi=mi))
+
+
+# --- interruption, several processes, refinement
+
+
+class Interrupting(Remembering):
+    """Stops answering after some calls, as a killed process does."""
+
+    _left = 0
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return super().__call__(tokens, attention_mask)
+
+
+@pytest.mark.parametrize("calls", [1, 14, 28])
+def test_an_interrupted_training_ends_like_an_uninterrupted_one(
+    taught: tuple[JointTable, LabelSet], tmp_path: Path, calls: int
+) -> None:
+    model, labels = taught
+    quick = Interrupting(model, labels.tokens)  # an epoch is 8 steps and a judgement
+    options: dict[str, Any] = {"epochs": 4, "learning_rate": 1e-2, "checkpoint": tmp_path / "a" / "c.pt"}
+    whole, report = train_estimator(student(quick), quick, labels, **options | {"checkpoint": None})
+    quick._left = calls
+    with pytest.raises(KeyboardInterrupt):
+        train_estimator(student(quick), quick, labels, **options)
+    assert options["checkpoint"].exists() == (calls > 9)
+    epochs: list[TrainingProgress] = []
+    resumed, again = train_estimator(student(quick), quick, labels, **options, on_epoch=epochs.append)
+    assert [e.epoch for e in epochs] == [*range((calls - 1) // 9, 4)]
+    assert repr(report) == repr(again)  # NaN where a bin is empty
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert a.equal(b)
+
+
+def test_a_finished_training_is_not_repeated(taught: tuple[JointTable, LabelSet], tmp_path: Path) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    options: dict[str, Any] = {"epochs": 2, "checkpoint": tmp_path / "c.pt"}
+    first, _ = train_estimator(student(quick), quick, labels, **options)
+    epochs: list[TrainingProgress] = []
+    second, _ = train_estimator(student(quick), quick, labels, **options, on_epoch=epochs.append)
+    assert not epochs
+    assert first.last.weight.equal(second.last.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "changed"),
+    [({"seed": 1}, "seed"), ({"emphasis": 2.0}, "loss"), ({"epochs": 3, "batch_size": 5}, "epochs, batch_size")],
+)
+def test_a_checkpoint_of_another_training_is_refused(
+    taught: tuple[JointTable, LabelSet], tmp_path: Path, options: dict[str, Any], changed: str
+) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    train_estimator(student(quick), quick, labels, epochs=1, checkpoint=tmp_path / "c.pt")
+    with pytest.raises(ValueError, match=f"is of a training with other {changed}; delete it"):
+        train_estimator(student(quick), quick, labels, **{"epochs": 1, "checkpoint": tmp_path / "c.pt"} | options)
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", None], ids=["empty", "nonsense", "truncated"])
+def test_a_damaged_checkpoint_is_refused(
+    taught: tuple[JointTable, LabelSet], tmp_path: Path, content: bytes | None
+) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    path = tmp_path / "c.pt"
+    train_estimator(student(quick), quick, labels, epochs=1, checkpoint=path)
+    path.write_bytes(path.read_bytes()[:-99] if content is None else content)
+    with pytest.raises(ValueError, match="not the checkpoint of a training"):
+        train_estimator(student(quick), quick, labels, epochs=1, checkpoint=path)
+
+
+def test_refinement_follows_a_model_that_moved_and_remembers_the_old_one(taught: tuple[JointTable, LabelSet]) -> None:
+    before, old = taught
+    after = chain(0.95, 0.8, 0.7, 0.55)
+    new = labelled(after)
+    quick_before, quick_after = Remembering(before, old.tokens), Remembering(after, new.tokens)
+    estimator, _ = train_estimator(student(before), quick_before, old, epochs=25, learning_rate=1e-2)
+    assert estimator.trained_on == identity(quick_before)
+    good = evaluate_estimator(estimator, quick_before, old).pearson
+    lost = evaluate_estimator(estimator, quick_after, new).pearson
+    assert lost < good - 0.1
+    few, unseen = split_states(examples(new), 0.5, seed=1)
+    refined, _ = train_estimator(estimator, quick_after, few, old=old, epochs=8, learning_rate=5e-3)
+    assert refined.trained_on == identity(quick_after)
+    assert evaluate_estimator(refined, quick_after, unseen).pearson > (good + lost) / 2
+
+
+def test_old_states_are_mixed_in_one_to_one_and_drawn_anew() -> None:
+    orders = [_order(6, 50, seed=3, epoch=epoch) for epoch in range(40)]
+    for order in orders:
+        assert sorted(order[order < 6].tolist()) == [*range(6)]
+        assert len(order[order >= 6].unique()) == 6
+        assert order.max() < 56
+    assert len(torch.cat(orders)[torch.cat(orders) >= 6].unique()) == 50
+    assert len(_order(6, 2, seed=3, epoch=0)) == 8  # no more than there are
+    assert _order(6, 0, seed=3, epoch=0).equal(_order(6, 0, seed=3, epoch=0))
