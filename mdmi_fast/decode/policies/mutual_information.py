@@ -279,11 +279,11 @@ class MIThreshold(_PairRule):
         tau = limit_of(self.tau, mask, step)
         if isinstance(tau, float | int):
             return ops.select_threshold(stats.entropy, mi, tau=tau, mask=mask, limit=self.limit)
-        selected, spent = torch.empty_like(mask), torch.empty_like(tau)
-        for b, own in enumerate(tau.tolist()):
-            selected[b], spent[b] = ops.select_threshold(
-                stats.entropy[b], mi[b], tau=own, mask=mask[b], limit=self.limit
-            )
+        selected, spent = torch.zeros_like(mask), torch.zeros_like(tau)
+        for value in tau.unique().tolist():
+            own = mask & (tau == value).unsqueeze(-1)
+            part = ops.select_threshold(stats.entropy, mi, tau=value, mask=own, limit=self.limit)
+            selected, spent = selected | part.selected, spent + part.spent
         return Selection(selected, spent)
 
 
