@@ -21,7 +21,7 @@ policies (SPEC):
   topk:K                       the K most confident positions
   random:K                     K positions at random
   confidence:THRESHOLD         every position of at least that probability
-  confidence-factor:F          the most, n of them, with (n + 1)(1 - least probability) < F
+  confidence-factor:FACTOR     the most, n of them, with (n + 1)(1 - lowest of them) < FACTOR
   confidence-budget:EPSILON    the most positions with sum(1 - probability) <= EPSILON
   entropy-bound:GAMMA          the most with sum(entropy) - max(entropy) <= GAMMA nats
   stability:KL[,confidence=X]  at least that probability (0.9), moved by at most KL nats
@@ -35,7 +35,9 @@ policies (SPEC):
   mi-threshold:TAU[,limit=N][,lazy=N]
                                positions that share less than TAU nats pairwise
   coloring:TAU[,replan=N]      the same, planned ahead as groups, again after N passes
-  FILE.json                    what `mdmi-fast tune` has chosen
+"""
+POLICY_NOTES = """\
+or FILE.json, what `mdmi-fast tune` has chosen.
 EPSILON, GAMMA and the TAU of mi-threshold may be START..END: from all masked to none.
 lazy=N: with at most N masked, MI is not asked for; min(entropies) stands in for it.
 """
@@ -110,7 +112,7 @@ def add_policy(parser: argparse.ArgumentParser, *, default: str | None = None) -
         help=told if default is None else f"{told} (default: {default})",
     )
     parser.description = textwrap.fill(parser.description or "", 78)
-    parser.epilog = POLICY_FORMS
+    parser.epilog = POLICY_FORMS + POLICY_NOTES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
