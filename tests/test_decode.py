@@ -133,7 +133,7 @@ def test_a_sequence_decodes_alike_alone_and_in_every_batch(
     policy = policies(untrained_estimator())[name]
     seeds = torch.randint(-(2**62), 2**62, (64,))
     # The slow rules are tried on fewer boards.
-    count = 16 if name in ("sequential", "topk") else 64
+    count = 16 if name in ("sequential", "topk", "shuffled", "stability") else 32
     puzzles, seeds = puzzles[:count], seeds[:count]
     whole = decode(sudoku, puzzles, policy, temperature=temperature, seeds=seeds, trace=True)
     assert whole.trace is not None
