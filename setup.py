@@ -52,5 +52,11 @@ class BuildExtension(build_ext):
         )
         shutil.copy("csrc/mdmi_fast.h", folder)
 
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            for name in ("libmdmi_fast.so", "mdmi_fast.h"):
+                shutil.copy(Path(self.build_lib, "mdmi_fast", name), Path(self.get_ext_fullpath(ext.name)).parent)
+
 
 setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtension})

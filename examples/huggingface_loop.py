@@ -1,13 +1,13 @@
 """A plain Hugging Face loop that lets mdmi_fast choose what to unmask: one call of `policy.select` a pass.
 
 python examples/huggingface_loop.py            a tiny BERT with random weights: nothing is downloaded
-python examples/huggingface_loop.py FOLDER     a masked language model of yours, and its tokenizer's ids
+python examples/huggingface_loop.py FOLDER     a masked language model of yours, with its tokenizer
 """
 
 import sys
 
 import torch
-from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from mdmi_fast import EntropyBound, TopK, ops
 from mdmi_fast.decode import AttentionGraph, Memory, Step
@@ -44,9 +44,9 @@ def main(folder=None):
         model, mask_token = BertForMaskedLM._from_config(config, attn_implementation="eager"), 4
     else:
         model = AutoModelForMaskedLM.from_pretrained(folder, attn_implementation="eager")
-        mask_token = int(input("id of the mask token: "))
+        mask_token = AutoTokenizer.from_pretrained(folder).mask_token_id
     model.eval()
-    tokens = torch.randint(5, 40, (3, 12))
+    tokens = torch.randint(5, model.config.vocab_size, (3, 12))
     tokens[torch.rand(tokens.shape) < 0.6] = mask_token
     attention_mask = torch.ones_like(tokens)
     attention_mask[2, 9:] = 0

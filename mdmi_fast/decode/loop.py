@@ -113,15 +113,13 @@ def decode(
         ([[0, 0], [1, 1]], [2, 1])
     """
     _check_batch(tokens, attention_mask)
-    if not 0 <= temperature < torch.inf:
-        raise ValueError(f"decode: temperature must be a finite number >= 0, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"decode: top_p must lie in (0, 1], got {top_p}")
-    if not 0 <= remask_below <= 1:
-        raise ValueError(f"decode: remask_below must be a probability, got {remask_below}")
+    _check_numbers(temperature, top_p, remask_below)
     for name, count, least in (("top_k", top_k, 1), ("block_size", block_size, 1), ("revisions", revisions, 0)):
         if count is not None:
             check.whole("decode", name, count, least)
+    for token in stop_tokens:
+        if not 0 <= token < model.vocab_size:
+            raise ValueError(f"decode: stop_tokens must be tokens in 0..{model.vocab_size - 1}, got {token}")
     if seeds is None:
         seeds = draw_seeds(len(tokens), generator, tokens.device)
     elif generator is not None or seeds.shape != tokens.shape[:1] or seeds.dtype != torch.int64:
@@ -140,9 +138,6 @@ def decode(
         confidence=torch.zeros(tokens.shape, device=tokens.device),
         revised=torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device),
     )
-    for token in stop_tokens:
-        if not 0 <= token < model.vocab_size:
-            raise ValueError(f"decode: stop_tokens must be tokens in 0..{model.vocab_size - 1}, got {token}")
     eyes = _Eyes(model, Vocabulary.of(model, tokens, suppressed, allowed))
     draw = _Draw(temperature, top_k, top_p, gumbel)
     stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=tokens.device)
@@ -345,6 +340,15 @@ def _check_batch(tokens: Tensor, attention_mask: Tensor | None) -> None:
             f"decode: attention_mask must be {tuple(tokens.shape)} bool like tokens, "
             f"got shape {tuple(attention_mask.shape)} {attention_mask.dtype}"
         )
+
+
+def _check_numbers(temperature: float, top_p: float, remask_below: float) -> None:
+    if not 0 <= temperature < torch.inf:
+        raise ValueError(f"decode: temperature must be a finite number >= 0, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"decode: top_p must lie in (0, 1], got {top_p}")
+    if not 0 <= remask_below <= 1:
+        raise ValueError(f"decode: remask_below must be a probability, got {remask_below}")
 
 
 def _checked_selection(policy: Policy, selected: Tensor, mask: Tensor, rows: _Rows, index: int) -> Tensor:
