@@ -123,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
             chosen,
             model=options.model,
             estimator=options.estimator,
-            temperature=options.temperature,
+            options=writing_options(options),
             target=options.target._asdict(),
             quality=name,
         )
