@@ -1,9 +1,14 @@
-"""The C++ extension and nothing else: all metadata is in pyproject.toml. MDMI_NO_EXT=1 leaves the extension out."""
+"""The C++ extension, the same core as a library without Python (libmdmi_fast.so, mdmi_fast.h), and nothing else.
+
+All metadata is in pyproject.toml. MDMI_NO_EXT=1 leaves both out.
+"""
 
 import os
+import shutil
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_ext import build_ext
 
 
 def extensions():
@@ -17,7 +22,7 @@ def extensions():
             "mdmi_fast._C",
             sources=sorted(map(str, Path("csrc").glob("*.cpp"))),
             depends=sorted(
-                map(str, [*Path("csrc").glob("*.hpp"), *Path("csrc").glob("*.inc")])
+                map(str, [*Path("csrc").glob("*.h"), *Path("csrc").glob("*.hpp"), *Path("csrc").glob("*.inc")])
             ),  # rebuilds, and belongs to the source distribution
             cxx_std=17,
             # No contraction: costs of a selection must round the same everywhere; kernels ask for fma by name.
@@ -32,4 +37,26 @@ def extensions():
     ]
 
 
-setup(ext_modules=extensions())
+class BuildExtension(build_ext):
+    """Links the objects of the extension, without the one that knows Python, once more."""
+
+    def build_extension(self, ext):
+        super().build_extension(ext)
+        sources = [source for source in ext.sources if Path(source).stem != "bindings"]
+        folder = Path(self.get_ext_fullpath(ext.name)).parent
+        self.compiler.link_shared_object(
+            self.compiler.object_filenames(sources, output_dir=self.build_temp),
+            str(folder / "libmdmi_fast.so"),
+            extra_postargs=ext.extra_link_args,
+            target_lang="c++",
+        )
+        shutil.copy("csrc/mdmi_fast.h", folder)
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            for name in ("libmdmi_fast.so", "mdmi_fast.h"):
+                shutil.copy(Path(self.build_lib, "mdmi_fast", name), Path(self.get_ext_fullpath(ext.name)).parent)
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildExtension})

@@ -10,15 +10,20 @@ __version__ = "0.1.0"
 
 from mdmi_fast import ops
 from mdmi_fast.decode import (
+    AttentionGraph,
+    Coloring,
     Confidence,
     ConfidenceBudget,
+    ConfidenceFactor,
     DecodeResult,
     EntropyBound,
     MIBudget,
     MIThreshold,
     Probing,
     Random,
+    Schedule,
     Sequential,
+    Stability,
     TopK,
     decode,
 )
@@ -30,8 +35,11 @@ from mdmi_fast.models import MaskedModel, MaskedOutput, load_model
 from mdmi_fast.ops import Selection, TokenStats, get_num_threads, set_num_threads
 
 __all__ = [
+    "AttentionGraph",
+    "Coloring",
     "Confidence",
     "ConfidenceBudget",
+    "ConfidenceFactor",
     "DecodeResult",
     "EntropyBound",
     "MIBudget",
@@ -42,8 +50,10 @@ __all__ = [
     "PairwiseMIEstimator",
     "Probing",
     "Random",
+    "Schedule",
     "Selection",
     "Sequential",
+    "Stability",
     "TokenStats",
     "TopK",
     "UnsupportedError",

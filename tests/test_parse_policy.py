@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from mdmi_fast.decode import (
+    AttentionGraph,
+    Coloring,
     Confidence,
     ConfidenceBudget,
+    ConfidenceFactor,
     EntropyBound,
     MIBudget,
     MIThreshold,
     Policy,
     Random,
+    Schedule,
     Sequential,
+    Stability,
     TopK,
     needs_mi,
     parse_policy,
@@ -36,13 +41,21 @@ def no_mi(hidden: Tensor, mask: Tensor) -> Tensor:
         ("topk:4", TopK(4)),
         ("random:3", Random(3)),
         ("confidence:0.9", Confidence(0.9)),
+        ("confidence-factor:0.5", ConfidenceFactor(0.5)),
         ("confidence-budget:.1", ConfidenceBudget(0.1)),
+        ("confidence-budget:.1 .. .2", ConfidenceBudget(Schedule(0.1, 0.2))),
         ("entropy-bound:2e-1", EntropyBound(0.2)),
         ("mi-budget:0.02", MIBudget(no_mi, 0.02)),
         (
             "mi-budget:0.02,lam=2,entropy_weight=0,order=cheapest,limit=8",
             MIBudget(no_mi, 0.02, lam=2.0, entropy_weight=0.0, order="cheapest", limit=8),
         ),
+        ("mi-budget:0.2..0.02,lazy=4", MIBudget(no_mi, Schedule(0.2, 0.02), lazy=4)),
+        ("stability:0.01", Stability(0.01)),
+        ("stability:0.01,confidence=0.8", Stability(0.01, 0.8)),
+        ("attention-graph:0.05,limit=3", AttentionGraph(0.05, limit=3)),
+        ("coloring:0.05,replan=3", Coloring(no_mi, 0.05, replan=3)),
+        ("mi-threshold:1..0,limit=2,lazy=0", MIThreshold(no_mi, Schedule(1.0, 0.0), limit=2)),
         ("mi-budget:inf", MIBudget(no_mi, math.inf)),
         ("mi-threshold:0.05", MIThreshold(no_mi, 0.05)),
         (" mi-threshold : 0.05 , limit = 2 ", MIThreshold(no_mi, 0.05, limit=2)),
@@ -50,12 +63,12 @@ def no_mi(hidden: Tensor, mask: Tensor) -> Tensor:
 )
 def test_a_spec_gives_the_policy_that_its_class_would(spec: str, policy: Policy) -> None:
     assert parse_policy(spec, no_mi) == policy
-    assert needs_mi(spec) == isinstance(policy, (MIBudget, MIThreshold))
+    assert needs_mi(spec) == isinstance(policy, (MIBudget, MIThreshold, Coloring))
 
 
 def test_every_form_that_is_offered_can_be_parsed() -> None:
     forms = policy_forms()
-    assert len(forms) == 8
+    assert len(forms) == 12
     for form in forms:
         required = form.split("[")[0]
         parse_policy(re.sub("[A-Z]+", "1", required), no_mi)
@@ -74,7 +87,11 @@ def test_every_form_that_is_offered_can_be_parsed() -> None:
         ("topk:", "needs a value, topk:K"),
         ("topk:2.5", "k must be an integer of at least 1, got '2.5'"),
         ("topk:0", "k must be an integer of at least 1, got '0'"),
-        ("entropy-bound:x", "gamma must be a number, got 'x'"),
+        ("entropy-bound:x", "gamma must be a number, or two finite ones as START..END, got 'x'"),
+        ("entropy-bound:1..inf", "gamma must be a number, or two finite ones as START..END, got '1..inf'"),
+        ("entropy-bound:1..", "gamma must be a number"),
+        ("confidence:1..2", "threshold must be a number, got '1..2'"),
+        ("mi-budget:1,lazy=-1", "lazy must be an integer of at least 0"),
         ("entropy-bound:-1", "gamma must be at least 0"),
         ("entropy-bound:nan", "gamma must be at least 0"),
         ("mi-budget:1,lambda=2", "no option 'lambda', it takes lam, entropy_weight, order, limit"),

@@ -4,6 +4,7 @@ import itertools
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -24,7 +25,17 @@ from mdmi_fast import (
     ops,
     reference,
 )
-from mdmi_fast.decode import Policy, Shuffled, Step
+from mdmi_fast.decode import (
+    AttentionGraph,
+    Coloring,
+    ConfidenceFactor,
+    Memory,
+    Policy,
+    Schedule,
+    Shuffled,
+    Stability,
+    Step,
+)
 from mdmi_fast.decode.randomness import draw_seeds, uniform
 from mdmi_fast.models.exact import JointTable
 
@@ -214,12 +225,16 @@ def every_policy(mi: Any) -> list[Policy]:
         TopK(2),
         Random(2),
         Confidence(0.6),
+        ConfidenceFactor(0.8),
         ConfidenceBudget(0.4),
+        ConfidenceBudget(Schedule(0.4, 0.1)),
         EntropyBound(0.4),
         MIBudget(mi, 0.5),
+        MIBudget(mi, Schedule(1.0, 0.1), lazy=3),
         MIBudget(mi, 0.1, entropy_weight=0.0, order="cheapest"),
         MIBudget(Shuffled(mi), 0.5),
         MIThreshold(mi, 0.1),
+        MIThreshold(mi, Schedule(0.2, 0.1), lazy=3),
     ]
 
 
@@ -274,7 +289,15 @@ def test_infinite_entropies_come_last_but_are_taken() -> None:
     [
         Confidence,
         ConfidenceBudget,
+        ConfidenceFactor,
         EntropyBound,
+        Stability,
+        AttentionGraph,
+        lambda confidence: Stability(0.1, confidence),
+        lambda start: Schedule(start, 0.1),
+        lambda end: Schedule(0.1, end),
+        lambda epsilon: ConfidenceBudget(torch.tensor([0.1, epsilon])),
+        lambda tau: Coloring(Given(torch.zeros(0)), tau),
         lambda gamma: MIBudget(Given(torch.zeros(0)), gamma),
         lambda lam: MIBudget(Given(torch.zeros(0)), 1.0, lam=lam),
         lambda weight: MIBudget(Given(torch.zeros(0)), 1.0, entropy_weight=weight),
@@ -297,6 +320,11 @@ def test_negative_and_undefined_settings_are_refused(make: Any, value: float) ->
         (lambda: MIBudget(Given(torch.zeros(0)), 1.0, lam=math.inf), ValueError, "lam must be finite"),
         (lambda: MIBudget(Given(torch.zeros(0)), 1.0, order="best"), ValueError, "order must be one of"),
         (lambda: MIThreshold(Given(torch.zeros(0)), 1.0, limit=0), ValueError, "limit must be at least 1"),
+        (lambda: MIBudget(Given(torch.zeros(0)), 1.0, lazy=-1), ValueError, "lazy must be at least 0"),
+        (lambda: Coloring(Given(torch.zeros(0)), 1.0, replan=0), ValueError, "replan must be at least 1"),
+        (lambda: AttentionGraph(1.0, limit=0), ValueError, "limit must be at least 1"),
+        (lambda: Schedule(math.inf, 0.0), ValueError, "start must be a finite number"),
+        (lambda: EntropyBound(torch.ones(2, 2)), ValueError, "gamma must be numbers of at least 0, one a sequence"),
         (lambda: Probing("total"), ValueError, "form must be one of"),
         (lambda: Probing("kl", epsilon=0.1), ValueError, "epsilon > 0 needs form='joint'"),
         (lambda: Probing(batch_size=0), ValueError, "batch_size must be at least 1"),
@@ -309,9 +337,257 @@ def test_settings_out_of_range_are_refused(make: Any, kind: type[Exception], mes
 
 def test_an_estimator_of_another_width_is_an_error_of_the_pass(numbers: Pass) -> None:
     estimator = PairwiseMIEstimator(WIDTH + 1)
-    for policy in (MIBudget(estimator, 0.1), MIThreshold(estimator, 0.1), MIBudget(Shuffled(estimator), 0.1)):
+    for policy in (
+        MIBudget(estimator, 0.1),
+        MIThreshold(estimator, 0.1),
+        MIBudget(Shuffled(estimator), 0.5),
+        Coloring(estimator, 0.1),
+    ):
         with pytest.raises(ValueError, match=r"hidden must be \[B, N, 6\]"):
-            numbers.select(policy)
+            numbers.select(policy, Step(0, memory=Memory()))
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.3, 0.8, 2.0, math.inf])
+def test_confidence_factor_asks_for_more_the_more_it_takes(numbers: Pass, factor: float) -> None:
+    selected, _ = numbers.select(ConfidenceFactor(factor))
+    for (masked, _, c, _), chosen in zip(numbers.sequences(), selected, strict=True):
+        order = sorted(masked, key=lambda i: (-c[i], i))
+        assert chosen == largest_prefix(order, lambda first, c=c: (len(first) + 1) * (1 - c[first[-1]]) < factor)
+
+
+def test_a_schedule_is_the_limit_of_the_share_still_masked(numbers: Pass) -> None:
+    visible = torch.ones_like(numbers.mask)
+    visible[:, 0] = False
+    numbers_masked = numbers.mask & visible
+    share = numbers_masked.sum(1) / (LENGTH - 1)
+    limits = 0.1 + 0.9 * share
+    for moving, fixed in (
+        (EntropyBound(Schedule(1.0, 0.1)), EntropyBound),
+        (ConfidenceBudget(Schedule(1.0, 0.1)), ConfidenceBudget),
+        (MIBudget(Given(numbers.mi), Schedule(1.0, 0.1)), lambda gamma: MIBudget(Given(numbers.mi), gamma)),
+        (MIThreshold(Given(numbers.mi), Schedule(1.0, 0.1)), lambda tau: MIThreshold(Given(numbers.mi), tau)),
+    ):
+        step = Step(0, attention_mask=visible)
+        selection = moving.select(numbers.stats, numbers.hidden, numbers_masked, step)
+        for row, limit in enumerate(limits.double().tolist()):
+            policy = fixed(round(limit, 9))
+            expected = policy.select(numbers.stats, numbers.hidden, numbers_masked, step)
+            assert selection.selected[row].equal(expected.selected[row])
+
+
+def test_limits_may_be_given_one_a_sequence(numbers: Pass) -> None:
+    limits = torch.linspace(0, 2, ROWS)
+    for make in (
+        EntropyBound,
+        ConfidenceBudget,
+        lambda gamma: MIBudget(Given(numbers.mi), gamma),
+        lambda tau: MIThreshold(Given(numbers.mi), tau),
+    ):
+        selected, spent = numbers.select(make(limits))
+        for row in range(0, ROWS, 3):
+            alone, cost = numbers.select(make(float(limits[row])))
+            assert (selected[row], spent[row]) == (alone[row], cost[row])
+        # Where sequences are numbered, theirs counts.
+        turned, _ = numbers.select(make(limits.flip(0)), Step(0, sequences=torch.arange(ROWS).flip(0)))
+        assert turned == selected
+
+
+# --- rules that look at more than one pass
+
+
+def test_stability_waits_until_a_distribution_has_settled() -> None:
+    before = torch.tensor([[[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.5, 0.5]]])
+    after = torch.tensor([[[0.9, 0.1], [0.95, 0.05], [0.6, 0.4], [0.97, 0.03]]])
+    policy, memory = Stability(0.05, 0.85), Memory()
+    mask = torch.tensor([[True, True, True, False]])
+    first = policy.select(ops.token_stats(before.log()), None, mask, Step(0, logits=before.log(), memory=memory))
+    assert first.selected.tolist() == [[True, False, False, False]]  # nothing is known to be stable: the surest
+    second = policy.select(ops.token_stats(after.log()), None, mask, Step(1, logits=after.log(), memory=memory))
+    # 0 has settled and is sure; 1 is surest but moved by KL .09; 2 has settled but is unsure; 3 is not masked
+    assert second.selected.tolist() == [[True, True, False, False]]
+    with pytest.raises(ValueError, match="Stability: step must be a Step with logits"):
+        policy.select(ops.token_stats(after.log()), None, mask, 1)
+    with pytest.raises(ValueError, match="Stability: step must be a Step with memory"):
+        policy.select(ops.token_stats(after.log()), None, mask, Step(1, logits=after.log()))
+
+
+def test_stability_remembers_logits_that_the_model_writes_over() -> None:
+    buffer = torch.tensor([[[0.0, 3.0], [0.0, 5.0]]])
+    policy, memory, mask = Stability(0.01, 0.5), Memory(), torch.ones(1, 2, dtype=torch.bool)
+    policy.select(ops.token_stats(buffer), None, mask, Step(0, logits=buffer, memory=memory))
+    buffer[0, 0] = torch.tensor([3.0, 0.0])
+    selected = policy.select(ops.token_stats(buffer), None, mask, Step(1, logits=buffer, memory=memory)).selected
+    assert selected.tolist() == [[False, True]]
+
+
+def test_attention_graph_takes_an_independent_set_by_degree_and_confidence(numbers: Pass) -> None:
+    generator = torch.Generator().manual_seed(2)
+    attention = torch.randint(0, 9, (ROWS, LENGTH, LENGTH), generator=generator) / 8
+    attention = attention + attention.mT  # in sixteenths: the mean of both directions is exact
+    for tau, limit in ((0.9, None), (1.2, None), (1.2, 2), (9.0, None), (0.0, None)):
+        policy = AttentionGraph(tau, limit=limit)
+        selected, _ = numbers.select(policy, Step(0, attention=attention))
+        for row, (masked, _, c, _) in enumerate(numbers.sequences()):
+            edge = {(i, j) for i in masked for j in masked if i != j and float(attention[row, i, j]) >= tau}
+            degree = {i: sum((i, j) in edge for j in masked) for i in masked}
+            expected: set[int] = set()
+            for i in sorted(masked, key=lambda i: (-degree[i] * c[i], i)):
+                if len(expected) < (limit or LENGTH) and not any((i, j) in edge for j in expected):
+                    expected.add(i)
+            assert selected[row] == expected
+    with pytest.raises(ValueError, match="AttentionGraph: step must be a Step with attention"):
+        numbers.select(AttentionGraph(0.1), 0)
+
+
+class Asked(Given):
+    """Counts how often it is asked about each sequence."""
+
+    def __init__(self, mi: Tensor) -> None:
+        super().__init__(mi)
+        self.asked = torch.zeros(len(mi), dtype=torch.int64)
+
+    def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        self.asked += mask.any(-1)
+        return self.mi * (mask.unsqueeze(-1) & mask.unsqueeze(-2))
+
+
+@pytest.mark.parametrize("replan", [None, 1, 2])
+def test_coloring_plans_once_and_takes_a_group_a_pass(numbers: Pass, replan: int | None) -> None:
+    source, memory = Asked(numbers.mi), Memory()
+    policy, left, passes = Coloring(source, 0.1, replan=replan), numbers.mask.clone(), 0
+    groups = ops.color(numbers.mi, tau=0.1, mask=left)
+    while left.any():
+        selected = policy.select(numbers.stats, numbers.hidden, left, Step(passes, memory=memory)).selected
+        assert not (selected & ~left).any()
+        for row, (masked, h, _, mi) in enumerate(numbers.sequences()):
+            chosen = selected[row].nonzero().flatten().tolist()
+            waiting = [i for i in masked if left[row, i]]
+            assert bool(chosen) == bool(waiting)
+            assert not waiting or min(waiting, key=lambda i: (h[i], i)) in chosen
+            assert all(mi[i][j] < 0.1 for i, j in itertools.combinations(chosen, 2))
+            if replan is None and chosen:
+                assert chosen == (groups[row] == groups[row, chosen[0]]).nonzero().flatten().tolist()
+        left &= ~selected
+        passes += 1
+    if replan is None:
+        assert source.asked.equal(numbers.mask.any(-1).long())
+        assert passes == int(groups.max()) + 1
+    if replan == 1:
+        assert int(source.asked.max()) == passes
+    with pytest.raises(ValueError, match="Coloring: step must be a Step with memory"):
+        numbers.select(policy, 0)
+
+
+def test_coloring_plans_again_for_what_is_masked_again() -> None:
+    source, memory, some = Asked(torch.zeros(1, 3, 3)), Memory(), Pass(rows=3, length=3)
+    stats = TokenStats(*(field[:1] for field in some.stats))
+    policy, everything = Coloring(source, 0.1), torch.ones(1, 3, dtype=torch.bool)
+    for step in range(2):
+        selection = policy.select(stats, some.hidden[:1], everything, Step(step, memory=memory))
+        assert selection.selected.all()
+    assert source.asked.tolist() == [2]
+
+
+def test_memory_keeps_the_rows_of_those_that_stay() -> None:
+    memory = Memory(a=(torch.arange(4), torch.eye(4)))
+    memory.keep(torch.tensor([True, False, False, True]))
+    assert memory["a"][0].tolist() == [0, 3]
+    assert memory["a"][1].equal(torch.eye(4)[[0, 3]])
+
+
+# --- where mutual information is not asked for
+
+
+@pytest.mark.parametrize("make", [lambda mi, **o: MIBudget(mi, 1.2, **o), lambda mi, **o: MIThreshold(mi, 0.3, **o)])
+def test_lazy_rules_ask_about_long_sequences_only(numbers: Pass, make: Any) -> None:
+    source = Asked(numbers.mi)
+    selected, spent = numbers.select(make(source, lazy=4))
+    bound = torch.minimum(numbers.entropy.unsqueeze(-1), numbers.entropy.unsqueeze(-2))
+    few = numbers.mask.sum(-1) <= 4
+    exact, bounded = numbers.select(make(Given(numbers.mi))), numbers.select(make(Given(bound)))
+    for row in range(ROWS):
+        expected = bounded if few[row] else exact
+        assert (selected[row], spent[row]) == (expected[0][row], expected[1][row])
+    assert not source.asked[few].any()
+    assert source.asked[~few].any()
+
+
+def test_nobody_is_asked_where_the_budget_cannot_use_the_answer(numbers: Pass) -> None:
+    several = numbers.mask.sum(-1) > 1
+    for policy, useless in (
+        (lambda mi: MIBudget(mi, 0.0, lam=1.0), None),
+        (lambda mi: MIBudget(mi, 1.0, lam=0.0), torch.ones(ROWS, dtype=torch.bool)),
+        (lambda mi: MIBudget(mi, 1.0, limit=1), torch.ones(ROWS, dtype=torch.bool)),
+        (lambda mi: MIThreshold(mi, 1.0, limit=1), torch.ones(ROWS, dtype=torch.bool)),
+        (lambda mi: MIBudget(mi, 1.0, entropy_weight=0.0), ~several),
+        (lambda mi: MIThreshold(mi, 1.0), ~several),
+    ):
+        source = Asked(numbers.mi)
+        assert numbers.select(policy(source)) == numbers.select(policy(Given(numbers.mi)))
+        if useless is None:  # a second one fits only if both have no entropy
+            two = numbers.entropy.where(numbers.mask, torch.inf).sort(-1).values[:, 1]
+            useless = ~(two == 0)
+        assert not source.asked[useless].any()
+        assert source.asked[~useless].all()
+
+
+def test_notes_force_the_question(numbers: Pass) -> None:
+    for policy in (
+        MIBudget(Given(numbers.mi), 0.0, lazy=99),
+        MIThreshold(Given(numbers.mi), 1.0, limit=1),
+        Coloring(Given(numbers.mi), 0.1),
+    ):
+        notes: dict[str, Tensor] = {}
+        plain = numbers.select(policy, Step(0, memory=Memory()))
+        assert numbers.select(policy, Step(0, memory=Memory(), notes=notes)) == plain
+        assert notes["mi"].equal(numbers.mi)
+
+
+# --- other people's arrays
+
+
+class Capsule:
+    """Speaks DLPack and nothing else."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
+def read_only(tensor: Tensor) -> Any:
+    array = tensor.numpy().copy()
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("foreign", [Tensor.numpy, read_only, Capsule])
+def test_numpy_and_dlpack_arrays_are_taken_as_they_are(numbers: Pass, foreign: Any) -> None:
+    for policy in [*every_policy(Given(numbers.mi)), MIBudget(PairwiseMIEstimator(WIDTH, layers=(4,)).eval(), 0.3)]:
+        stats = TokenStats(*map(foreign, numbers.stats))
+        with torch.no_grad():
+            theirs = policy.select(stats, foreign(numbers.hidden), foreign(numbers.mask), 0)
+            ours = policy.select(numbers.stats, numbers.hidden, numbers.mask, 0)
+        assert theirs.selected.equal(ours.selected)
+        assert np.asarray(theirs.spent).tolist() == ours.spent.tolist()
+
+
+def test_what_is_no_pass_is_refused(numbers: Pass) -> None:
+    stats, hidden, mask = numbers.stats, numbers.hidden, numbers.mask
+    with pytest.raises(TypeError, match="expected a tensor, a numpy array or an object with __dlpack__, got list"):
+        TopK(1).select(stats, hidden, mask.tolist(), 0)
+    for wrong in (mask.long(), mask[0]):
+        with pytest.raises(ValueError, match=r"TopK: mask must be \[B, N\] bool"):
+            TopK(1).select(stats, hidden, wrong, 0)
+    with pytest.raises(ValueError, match=r"TopK: stats.confidence must be \(40, 7\) like mask, got \(40, 6\)"):
+        TopK(1).select(stats._replace(confidence=stats.confidence[:, 1:]), hidden, mask, 0)
+    assert TopK(1).select(stats, None, mask, 0).selected.any()
+    with pytest.raises(ValueError, match=r"hidden must be \[B, N, D\] for mutual information, got None"):
+        MIBudget(Given(numbers.mi), 0.5).select(stats, None, mask, 0)
 
 
 # --- sources of mutual information
@@ -377,7 +653,7 @@ def test_a_step_is_its_number() -> None:
 
 def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
     seeds = torch.arange(2000)
-    x = uniform(seeds, 3, 0, 50)
+    x = uniform(seeds, 3, 0, torch.arange(50))
     assert x.dtype == torch.float64
     assert x.min() >= 0
     assert x.max() < 1
@@ -389,8 +665,8 @@ def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
     neighbours = [
         x[:, 1:] * x[:, :-1],  # positions
         x[1:] * x[:-1],  # seeds
-        x * uniform(seeds, 4, 0, 50),  # passes
-        x * uniform(seeds, 3, 1, 50),  # streams
+        x * uniform(seeds, 4, 0, torch.arange(50)),  # passes
+        x * uniform(seeds, 3, 1, torch.arange(50)),  # streams
     ]
     for product in neighbours:
         # E[xy] = 1/4 of independent numbers, variance 7/144
@@ -399,15 +675,17 @@ def test_uniform_numbers_are_uniform_and_uncorrelated() -> None:
 
 def test_uniform_numbers_never_repeat_between_seeds_passes_and_streams() -> None:
     seeds = torch.tensor([0, 1, -1, 2**62, -(2**63), 2**63 - 1])
-    drawn = torch.cat([uniform(seeds, step, stream, 100).flatten() for step in range(20) for stream in (0, 1)])
+    drawn = torch.cat(
+        [uniform(seeds, step, stream, torch.arange(100)).flatten() for step in range(20) for stream in (0, 1)]
+    )
     assert len(drawn.unique()) == drawn.numel()
 
 
 def test_a_uniform_number_depends_on_its_seed_pass_stream_and_position_only() -> None:
     seeds = draw_seeds(8, torch.Generator().manual_seed(1), torch.device("cpu"))
-    x = uniform(seeds, 2, 1, 20)
-    assert uniform(seeds.flip(0), 2, 1, 20).flip(0).equal(x)
-    assert uniform(seeds[3:4], 2, 1, 9).equal(x[3:4, :9])
+    x = uniform(seeds, 2, 1, torch.arange(20))
+    assert uniform(seeds.flip(0), 2, 1, torch.arange(20)).flip(0).equal(x)
+    assert uniform(seeds[3:4], 2, 1, torch.arange(9)).equal(x[3:4, :9])
 
 
 def test_seeds_follow_their_generator() -> None:
@@ -434,7 +712,7 @@ def test_known_random_numbers() -> None:
     for seed, step, stream in itertools.product((0, 7, -5), (0, 3), (0, 1)):
         key = mix((seed + golden * (1 + 2 * step + stream)) % 2**64)
         expected = [(mix((key + golden * i) % 2**64) >> 11) / 2**53 for i in (1, 2, 3)]
-        assert uniform(torch.tensor([seed]), step, stream, 3).tolist() == [expected]
+        assert uniform(torch.tensor([seed]), step, stream, torch.arange(3)).tolist() == [expected]
 
 
 def test_selections_are_ops_selections(numbers: Pass) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mdmi_fast.cli._errors import UsageError
 
 if TYPE_CHECKING:
-    from mdmi_fast.decode import Policy
+    from mdmi_fast.decode import Policy, Probing
     from mdmi_fast.estimator import PairScorer
     from mdmi_fast.labels import Form
 
@@ -21,12 +21,25 @@ policies (SPEC):
   topk:K                       the K most confident positions
   random:K                     K positions at random
   confidence:THRESHOLD         every position of at least that probability
+  confidence-factor:FACTOR     the most, n of them, with (n + 1)(1 - lowest of them) < FACTOR
   confidence-budget:EPSILON    the most positions with sum(1 - probability) <= EPSILON
   entropy-bound:GAMMA          the most with sum(entropy) - max(entropy) <= GAMMA nats
-  mi-budget:GAMMA[,lam=X][,entropy_weight=X][,order=entropy|cheapest][,limit=N]
+  stability:KL[,confidence=X]  at least that probability (0.9), moved by at most KL nats
+                               since the last pass
+  attention-graph:TAU[,limit=N]
+                               positions that attend to each other by less than TAU, for
+                               models that give attention
+  mi-budget:GAMMA[,lam=X][,entropy_weight=X][,order=entropy|cheapest][,limit=N][,lazy=N]
                                greedy: entropy_weight * entropy + lam * sum(MI to those
                                chosen) within GAMMA nats; entropy_weight=0 for sampling
-  mi-threshold:TAU[,limit=N]   positions that share less than TAU nats pairwise
+  mi-threshold:TAU[,limit=N][,lazy=N]
+                               positions that share less than TAU nats pairwise
+  coloring:TAU[,replan=N]      the same, planned ahead as groups, again after N passes
+"""
+POLICY_NOTES = """\
+or FILE.json, what `mdmi-fast tune` has chosen.
+EPSILON, GAMMA and the TAU of mi-threshold may be START..END: from all masked to none.
+lazy=N: with at most N masked, MI is not asked for; min(entropies) stands in for it.
 """
 MODEL_HELP = "a model by name, such as sudoku or sudoku:weak"
 DATA_HELP = 'a file, or - for standard input: a JSON object {"tokens": [...]} a line, or puzzles for sudoku models'
@@ -61,15 +74,30 @@ def share(text: str) -> float:
     return value
 
 
-def policy_spec(text: str) -> str:
-    """The text itself, if it describes a policy."""
+class PolicySpec(str):
+    """A policy as text, with the estimator that it was chosen with, if it comes from a file."""
+
+    estimator: str | None = None
+
+
+def policy_spec(text: str) -> PolicySpec:
+    """The text itself, or that of the file it names, if it describes a policy."""
     from mdmi_fast.decode import parse_policy
+    from mdmi_fast.decode.tune import read_choice
 
     try:
-        parse_policy(text, mi=lambda hidden, mask: hidden)
+        if text.endswith(".json"):
+            choice = read_choice(text)
+            spec = PolicySpec(choice["policy"])
+            spec.estimator = choice.get("estimator")
+        else:
+            spec = PolicySpec(text)
+        parse_policy(spec, mi=lambda hidden, mask: hidden)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+    return spec
 
 
 def add_policy(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
@@ -79,12 +107,12 @@ def add_policy(parser: argparse.ArgumentParser, *, default: str | None = None) -
         "--policy",
         type=policy_spec,
         required=default is None,
-        default=default,
+        default=None if default is None else PolicySpec(default),
         metavar="SPEC",
         help=told if default is None else f"{told} (default: {default})",
     )
     parser.description = textwrap.fill(parser.description or "", 78)
-    parser.epilog = POLICY_FORMS
+    parser.epilog = POLICY_FORMS + POLICY_NOTES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 
@@ -115,6 +143,47 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=positive, default=256, metavar="N", help="sequences decoded together (default: 256)"
     )
     add_seed(parser, of="what is drawn")
+
+
+def add_writing(parser: argparse.ArgumentParser) -> None:
+    """The other options of `decode`, which a record may also set for itself."""
+    parser.add_argument("--top-k", type=positive, metavar="N", help="draw from the N most probable tokens only")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest tokens that hold this probability"
+    )
+    parser.add_argument("--gumbel", action="store_true", help="draw by the Gumbel-max rule")
+    parser.add_argument("--suppress", type=int, nargs="+", default=[], metavar="TOKEN", help="never write these")
+    parser.add_argument("--stop", type=int, nargs="+", default=[], metavar="TOKEN", help="tokens that end a sequence")
+    parser.add_argument("--block-size", type=positive, metavar="N", help="decode so many positions after the other")
+    parser.add_argument(
+        "--verify", action="store_true", help="check what was written together with one more pass, mask again what lost"
+    )
+    parser.add_argument(
+        "--remask-below",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="when all is written, mask again what was less probable than this",
+    )
+    parser.add_argument(
+        "--revisions", type=natural, default=1, metavar="N", help="how often a position is masked again (default: 1)"
+    )
+
+
+def writing_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What `add_writing` and --temperature say, as arguments of `mdmi_fast.decode`."""
+    return {
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "gumbel": options.gumbel,
+        "suppressed": options.suppress,
+        "stop_tokens": options.stop,
+        "block_size": options.block_size,
+        "verify": options.verify,
+        "remask_below": options.remask_below,
+        "revisions": options.revisions,
+    }
 
 
 def kind_of(model: str) -> str:
@@ -150,15 +219,21 @@ def find_estimator(source: str | None, *, model: str) -> PairScorer:
     return load_estimator(source or model)
 
 
+def load_source(estimator: str | None, *, model: str) -> PairScorer | Probing:
+    """The source of mutual information of --estimator, or the one that ships for the model."""
+    from mdmi_fast.decode import Probing
+
+    form = _probed_form(estimator or "")
+    return find_estimator(estimator, model=model) if form is None else Probing(form)
+
+
 def load_policy(options: argparse.Namespace, *, model: str) -> Policy:
     """The policy of --policy, with the source of --estimator if it needs one."""
-    from mdmi_fast.decode import Probing, needs_mi, parse_policy
+    from mdmi_fast.decode import needs_mi, parse_policy
 
     if not needs_mi(options.policy):
         return parse_policy(options.policy)
-    form = _probed_form(options.estimator or "")
-    mi = find_estimator(options.estimator, model=model) if form is None else Probing(form)
-    return parse_policy(options.policy, mi)
+    return parse_policy(options.policy, load_source(options.estimator or options.policy.estimator, model=model))
 
 
 def plain(value: Any) -> Any:

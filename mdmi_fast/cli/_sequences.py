@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,13 +14,14 @@ from mdmi_fast.cli._errors import InputError, UsageError
 from mdmi_fast.cli._options import kind_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Generator, Tensor
 
-    from mdmi_fast.decode import PassRecord, Policy
+    from mdmi_fast.decode import Policy
     from mdmi_fast.models import MaskedModel
     from mdmi_fast.tasks.sudoku.puzzles import Puzzles
 
 _MOST_PROBLEMS = 20
+_STDIN = "<stdin>"
 
 
 class TokenSequence(NamedTuple):
@@ -38,9 +40,10 @@ class Decoded(NamedTuple):
 
 
 class _Lines(list[str]):
-    """The lines of a file that know its name."""
+    """Lines of a file that know its name, and how many stood before them."""
 
     name: str
+    before: int = 0
 
 
 def read_lines(source: str) -> list[str]:
@@ -51,15 +54,19 @@ def read_lines(source: str) -> list[str]:
         with Path(source).open(encoding="utf-8-sig", errors="replace") as file:
             lines.extend(file)
         return lines
-    lines.name = "<stdin>"
+    lines.name = _STDIN
+    lines.extend(_standard_input())
+    return lines
+
+
+def _standard_input() -> Iterable[str]:
     if sys.stdin is None:
         raise UsageError("there is no standard input to read")
     if sys.stdin.isatty():
         print("reading from the terminal; end with ctrl-D", file=sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")
-    lines.extend(sys.stdin)
-    return lines
+    return sys.stdin
 
 
 def read_puzzle_lines(lines: list[str], *, check_unique: bool) -> Puzzles:
@@ -90,24 +97,66 @@ def read_sequences(
     Raises:
         InputError: lines that hold no sequence of the model's tokens, at most 20 of them; or a file without any.
     """
-    lines = read_lines(source)
-    first = next((line.lstrip() for line in lines if line.strip()), "")
-    if kind_of(model_name) == "sudoku" and not first.startswith("{"):
-        from mdmi_fast.tasks.sudoku.puzzles import format_line
-
-        givens = read_puzzle_lines(lines, check_unique=False).givens[:limit]
-        found = [TokenSequence(board.tolist(), {"puzzle": format_line(board)}) for board in givens]
-    else:
-        found = _read_json_lines(lines, model)[:limit]
+    found = _parse(read_lines(source), model_name, model)[:limit]
     if not found:
         raise InputError(f"{source}: holds no sequences")
     return found
 
 
+def stream_sequences(
+    source: str, *, model_name: str, model: MaskedModel, window: int, limit: int | None = None
+) -> Iterator[list[TokenSequence]]:
+    """The sequences of a file, as they come: a file is read and checked whole, standard input by windows of JSON lines.
+
+    Args:
+        source: a path, or "-".
+        model_name: as the user wrote it.
+        model: whose tokens these must be.
+        window: lines of standard input that are read before their sequences are given.
+        limit: only so many of the first.
+
+    Raises:
+        InputError: as `read_sequences`, for the lines read so far.
+    """
+    if source != "-":
+        yield read_sequences(source, model_name=model_name, model=model, limit=limit)
+        return
+    incoming, count = iter(_standard_input()), 0
+    lines = _Lines()
+    lines.name = _STDIN
+    while limit is None or count < limit:
+        lines.before += len(lines)
+        lines[:] = itertools.islice(incoming, window)
+        if not lines:
+            break
+        if not lines.before and _holds_puzzles(lines, model_name):
+            lines.extend(incoming)
+        found = _parse(lines, model_name, model)[: None if limit is None else limit - count]
+        count += len(found)
+        if found:
+            yield found
+    if not count:
+        raise InputError(f"{source}: holds no sequences")
+
+
+def _holds_puzzles(lines: list[str], model_name: str) -> bool:
+    first = next((line.lstrip() for line in lines if line.strip()), "")
+    return kind_of(model_name) == "sudoku" and not first.startswith("{")
+
+
+def _parse(lines: list[str], model_name: str, model: MaskedModel) -> list[TokenSequence]:
+    if not _holds_puzzles(lines, model_name):
+        return _read_json_lines(lines, model)
+    from mdmi_fast.tasks.sudoku.puzzles import format_line
+
+    givens = read_puzzle_lines(lines, check_unique=False).givens
+    return [TokenSequence(board.tolist(), {"puzzle": format_line(board)}) for board in givens]
+
+
 def _read_json_lines(lines: list[str], model: MaskedModel) -> list[TokenSequence]:
     found: list[TokenSequence] = []
     problems: list[str] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines, 1 + getattr(lines, "before", 0)):
         if not line.strip():
             continue
         try:
@@ -137,40 +186,100 @@ def _read_record(line: str, model: MaskedModel) -> TokenSequence:
                 f"token {token} at position {position} is neither in 0..{model.vocab_size - 1} nor the mask token "
                 f"{model.mask_token_id}"
             )
+    _check_item(record.get("options", {}), length=len(tokens), vocab_size=model.vocab_size)
     return TokenSequence(tokens, record)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)
+
+
+_ITEM_OPTIONS: dict[str, Callable[[Any], bool]] = {
+    "temperature": lambda value: type(value) in (int, float),
+    "top_k": lambda value: type(value) is int,
+    "top_p": lambda value: type(value) in (int, float),
+    "gumbel": lambda value: type(value) is bool,
+    "block_size": lambda value: type(value) is int,
+    "verify": lambda value: type(value) is bool,
+    "remask_below": lambda value: type(value) in (int, float),
+    "revisions": lambda value: type(value) is int,
+    "suppressed": _are_tokens,
+    "stop_tokens": _are_tokens,
+    "seed": lambda value: type(value) is int and -(2**63) <= value < 2**63,
+    "allowed": lambda value: (
+        isinstance(value, dict) and all(key.isdecimal() and _are_tokens(tokens) for key, tokens in value.items())
+    ),
+}
+"""What "options" of a record may hold, and whether a value is of the right kind: the arguments of `decode`, a seed, and
+the allowed tokens of positions as {"POSITION": [TOKEN, ...]}."""
+
+
+def _check_item(options: Any, *, length: int, vocab_size: int) -> None:
+    """Refuse options of a record that do not make sense.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if not isinstance(options, dict) or not options.keys() <= _ITEM_OPTIONS.keys():
+        raise ValueError(f'"options" must be an object with some of {", ".join(_ITEM_OPTIONS)}')
+    for name, value in options.items():
+        if not _ITEM_OPTIONS[name](value):
+            raise ValueError(f"option {name!r} cannot be {value!r}")
+    for position, tokens in options.get("allowed", {}).items():
+        if int(position) >= length or not all(0 <= token < vocab_size for token in tokens):
+            raise ValueError(f"option 'allowed' must name positions below {length} and tokens below {vocab_size}")
 
 
 def decode_all(
     model: MaskedModel,
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[TokenSequence],
     policy: Policy,
     *,
-    temperature: float,
-    seed: int,
+    generator: Generator,
     batch_size: int,
+    defaults: Mapping[str, Any],
+    first_number: int = 0,
     trace: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Iterator[Decoded]:
     """Decode sequences of any lengths, in their order. A result depends on the sequence, its number and the seed only.
 
-    Sequences of one length are decoded together, out of the next 8 * batch_size ones: nothing needs padding.
+    Sequences of one length and the same options are decoded together, out of the next 8 * batch_size ones: nothing
+    needs padding.
+
+    Args:
+        model: decodes.
+        sequences: each may have "options" of its own in its record.
+        policy: for all of them.
+        generator: of the seeds, one a sequence.
+        batch_size: at most so many at once.
+        defaults: arguments of `decode` for what a record leaves open.
+        first_number: of the first sequence, in the receipts.
+        trace: keep the receipts.
+        progress: called with the number of sequences that were finished.
     """
     import torch
 
-    from mdmi_fast.decode import decode
+    from mdmi_fast.decode import decode, receipt
     from mdmi_fast.decode.randomness import draw_seeds
 
-    seeds = draw_seeds(len(sequences), torch.Generator().manual_seed(seed), torch.device("cpu"))
+    seeds = draw_seeds(len(sequences), generator, torch.device("cpu"))
     for start in range(0, len(sequences), 8 * batch_size):
         window = range(start, min(start + 8 * batch_size, len(sequences)))
-        by_length: dict[int, list[int]] = {}
+        alike: dict[str, list[int]] = {}
         for number in window:
-            by_length.setdefault(len(sequences[number]), []).append(number)
+            own = sequences[number].record.get("options", {})
+            if "seed" in own:
+                seeds[number] = own["seed"]
+            shared = {name: value for name, value in own.items() if name not in ("seed", "allowed")}
+            key = json.dumps([len(sequences[number].tokens), shared], sort_keys=True)
+            alike.setdefault(key, []).append(number)
         done: dict[int, Decoded] = {}
-        for numbers in by_length.values():
+        for key, numbers in alike.items():
+            options = {**defaults, **json.loads(key)[1]}
             for first in range(0, len(numbers), batch_size):
                 chosen = numbers[first : first + batch_size]
-                tokens = torch.tensor([list(sequences[number]) for number in chosen])
+                tokens = torch.tensor([sequences[number].tokens for number in chosen])
                 masked = (tokens == model.mask_token_id).any(dim=-1)
                 if progress is not None:
                     progress(int((~masked).sum()))
@@ -178,35 +287,29 @@ def decode_all(
                     model,
                     tokens,
                     policy,
-                    temperature=temperature,
                     seeds=seeds[chosen],
+                    allowed=_allowed([sequences[number] for number in chosen], model.vocab_size),
                     trace=trace,
                     progress=progress,
+                    **options,
                 )
                 for row, number in enumerate(chosen):
-                    record = _trace_of(result.trace or [], row, number)
-                    done[number] = Decoded(result.tokens[row].tolist(), int(result.passes[row]), record)
+                    story = [{"sequence": first_number + number, **entry} for entry in receipt(result.trace or [], row)]
+                    done[number] = Decoded(result.tokens[row].tolist(), int(result.passes[row]), story)
         for number in window:
             yield done[number]
 
 
-def _trace_of(trace: Sequence[PassRecord], row: int, number: int) -> list[dict[str, Any]]:
-    """One sequence's passes, in words a file can hold."""
-    passes = []
-    for record in trace:
-        at = (record.sequences == row).nonzero()
-        if not len(at):
-            break
-        place = int(at[0])
-        chosen: Tensor = record.selected[place].nonzero().squeeze(-1)
-        passes.append(
-            {
-                "sequence": number,
-                "pass": record.step,
-                "positions": chosen.tolist(),
-                "tokens": record.tokens[place, chosen].tolist(),
-                "entropy": record.entropy[place, chosen].tolist(),
-                "spent": float(record.spent[place]),
-            }
-        )
-    return passes
+def _allowed(sequences: Sequence[TokenSequence], vocab_size: int) -> Tensor | None:
+    """[B, N, V] bool of the records' "allowed" sets; None where there are none."""
+    import torch
+
+    sets = [sequence.record.get("options", {}).get("allowed", {}) for sequence in sequences]
+    if not any(sets):
+        return None
+    allowed = torch.ones(len(sets), len(sequences[0].tokens), vocab_size, dtype=torch.bool)
+    for row, own in enumerate(sets):
+        for position, tokens in own.items():
+            allowed[row, int(position)] = False
+            allowed[row, int(position), tokens] = True
+    return allowed

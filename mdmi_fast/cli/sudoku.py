@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from mdmi_fast.cli._progress import bar
-    from mdmi_fast.cli._sequences import decode_all, read_lines, read_puzzle_lines
+    from mdmi_fast.cli._sequences import TokenSequence, decode_all, read_lines, read_puzzle_lines
     from mdmi_fast.tasks.sudoku.model import load_model
     from mdmi_fast.tasks.sudoku.puzzles import format_line, is_valid_board
 
@@ -55,11 +55,11 @@ def run(options: argparse.Namespace) -> int:
         found = list(
             decode_all(
                 model,
-                givens,
+                [TokenSequence(given, {}) for given in givens],
                 policy,
-                temperature=options.temperature,
-                seed=options.seed,
+                generator=torch.Generator().manual_seed(options.seed),
                 batch_size=options.batch_size,
+                defaults={"temperature": options.temperature},
                 progress=progress.update,
             )
         )

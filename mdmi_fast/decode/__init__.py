@@ -1,44 +1,64 @@
 """Decoding with a masked model: policies and the loop that runs them."""
 
-from mdmi_fast.decode.loop import DecodeResult, PassRecord, decode, sample
+from mdmi_fast.decode.arrays import as_tensor
+from mdmi_fast.decode.loop import DecodeResult, decode
 from mdmi_fast.decode.policies import (
+    AttentionGraph,
+    Coloring,
     Confidence,
     ConfidenceBudget,
+    ConfidenceFactor,
     EntropyBound,
+    Memory,
     MIBudget,
     MISource,
     MIThreshold,
     Policy,
     Probing,
     Random,
+    Rule,
+    Schedule,
     Sequential,
     Shuffled,
+    Stability,
     Step,
     TopK,
     needs_mi,
     parse_policy,
     policy_forms,
 )
+from mdmi_fast.decode.sampling import sample
+from mdmi_fast.decode.trace import PassRecord, receipt, replay
 
 __all__ = [
+    "AttentionGraph",
+    "Coloring",
     "Confidence",
     "ConfidenceBudget",
+    "ConfidenceFactor",
     "DecodeResult",
     "EntropyBound",
     "MIBudget",
     "MISource",
     "MIThreshold",
+    "Memory",
     "PassRecord",
     "Policy",
     "Probing",
     "Random",
+    "Rule",
+    "Schedule",
     "Sequential",
     "Shuffled",
+    "Stability",
     "Step",
     "TopK",
+    "as_tensor",
     "decode",
     "needs_mi",
     "parse_policy",
     "policy_forms",
+    "receipt",
+    "replay",
     "sample",
 ]

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mdmi_fast import ops
-from mdmi_fast.decode.policies import Policy, Step
-from mdmi_fast.decode.randomness import draw_seeds, uniform
+from mdmi_fast.decode.policies import Memory, Policy, Step
+from mdmi_fast.decode.policies.base import take_lowest
+from mdmi_fast.decode.randomness import draw_seeds, places, uniform
+from mdmi_fast.decode.sampling import log_probability, sample
+from mdmi_fast.decode.trace import PassRecord, blocking
+from mdmi_fast.decode.vocabulary import Vocabulary
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import TokenStats
-
-
-class PassRecord(NamedTuple):
-    """One pass of a trace.
-
-    Attributes:
-        step: number of the pass.
-        sequences: [R] int64, the sequences still being decoded.
-        selected: [R, N] bool, what was unmasked.
-        tokens: [R, N] int64, the state after the pass.
-        entropy: [R, N] float32, nats, before the pass; 0 where not masked.
-        spent: [R] float64, as the policy counted it.
-    """
-
-    step: int
-    sequences: Tensor
-    selected: Tensor
-    tokens: Tensor
-    entropy: Tensor
-    spent: Tensor
+from mdmi_fast.ops import _checks as check
 
 
 class DecodeResult(NamedTuple):
@@ -40,7 +26,7 @@ class DecodeResult(NamedTuple):
 
     Attributes:
         tokens: [B, N] int64 without a masked position.
-        passes: [B] int64, forward passes each sequence took part in.
+        passes: [B] int64, forward passes each sequence took part in, those that verify included.
         trace: one record a pass, or None if it was not asked for.
     """
 
@@ -56,34 +42,63 @@ def decode(
     policy: Policy,
     *,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    gumbel: bool = False,
     generator: torch.Generator | None = None,
     seeds: Tensor | None = None,
     attention_mask: Tensor | None = None,
+    suppressed: Sequence[int] = (),
+    allowed: Tensor | None = None,
+    stop_tokens: Sequence[int] = (),
+    block_size: int | None = None,
+    verify: bool = False,
+    remask_below: float = 0.0,
+    revisions: int = 1,
     trace: bool = False,
     progress: Callable[[int], object] | None = None,
 ) -> DecodeResult:
-    """Fill every masked position of a batch.
+    """Fill every masked position of a batch, wherever it stands: prompts, infilling and whole sequences alike.
 
     A sequence's result depends on itself and its seed, not on the batch: sequences leave the batch when they are done.
+    That holds as far as it holds for the model, whose logits must not depend on the batch or on padding either.
 
     Args:
-        model: the masked model.
-        tokens: [B, N] int64, `model.mask_token_id` where masked.
+        model: the masked model. A field `attention` [B, N, N] of its output, if there is one, goes to the policy. The
+            logits that it returns are written to (-inf where a token is suppressed).
+        tokens: [B, N] int64, `model.mask_token_id` where masked. Sequences of unequal lengths are padded on either side.
         policy: which positions to unmask in a pass.
         temperature: 0 writes the most probable token; above, tokens are drawn from softmax(logits / temperature).
-            Policies always see the model's own logits.
+            Policies always see the model's own distributions, before temperature, top_k and top_p, of the tokens that
+            are not suppressed.
+        top_k: draw from so many of the most probable tokens only; None: from all.
+        top_p: draw from the fewest tokens that hold this much probability only, in (0, 1].
+        gumbel: draw by the Gumbel-max rule, see `sample`.
         generator: where the sequences' seeds come from, one after the other; None: torch's own generator.
         seeds: [B] int64, one a sequence, instead of a generator.
         attention_mask: [B, N] bool, False at padding; padding is not decoded.
-        trace: keep a record of every pass.
+        suppressed: tokens that are never written; the mask token never is.
+        allowed: bool, broadcast to [B, N, V]: what may be written at a position. One token alone is required there.
+        stop_tokens: tokens that end a sequence. Once one of them was decoded, every later position that was masked at
+            the start gets that token too, whether it was decoded already or not, and is final.
+        block_size: decode so many positions after the other ("semi-autoregressive"), counted from a sequence's first
+            masked position; a later block opens when nothing of the earlier ones is masked. None: all at once.
+        verify: after a pass that unmasks several positions of a sequence, one more pass masks the less confident
+            half of them again and looks at it in the light of the others. At temperature 0 a token stays if it is
+            still the most probable one; above, with probability min(1, p_now / p_before), both of the tempered model.
+        remask_below: when a sequence is full, mask what was written with less confidence than this again, all of it
+            together.
+        revisions: how often a position may be masked again, by `verify` and `remask_below` together.
+        trace: keep a record of every pass. The policy is then asked for all mutual information.
         progress: called with the number of sequences that a pass finished.
 
     Returns:
         DecodeResult. A sequence without a masked position comes back as it is, after 0 passes.
 
     Raises:
-        ValueError: for shapes that do not fit, a negative or NaN temperature, logits that give no distribution at a
-            masked position, or a policy that takes nothing.
+        TypeError: for arguments of another kind.
+        ValueError: for shapes that do not fit, numbers out of range, logits that give no distribution at a masked
+            position, or a policy that takes nothing.
 
     Numerics:
         Probabilities of a draw in float64.
@@ -97,93 +112,259 @@ def decode(
         >>> result.tokens.tolist(), result.passes.tolist()
         ([[0, 0], [1, 1]], [2, 1])
     """
+    _check_batch(tokens, attention_mask)
+    _check_numbers(temperature, top_p, remask_below)
+    for name, count, least in (("top_k", top_k, 1), ("block_size", block_size, 1), ("revisions", revisions, 0)):
+        if count is not None:
+            check.whole("decode", name, count, least)
+    for token in stop_tokens:
+        if not 0 <= token < model.vocab_size:
+            raise ValueError(f"decode: stop_tokens must be tokens in 0..{model.vocab_size - 1}, got {token}")
+    if seeds is None:
+        seeds = draw_seeds(len(tokens), generator, tokens.device)
+    elif generator is not None or seeds.shape != tokens.shape[:1] or seeds.dtype != torch.int64:
+        raise ValueError(f"decode: give either a generator or seeds [{len(tokens)}] int64")
+    asked = tokens == model.mask_token_id
+    if attention_mask is not None:
+        asked &= attention_mask
+    rows = _Rows(
+        sequence=torch.arange(len(tokens), device=tokens.device),
+        tokens=tokens.clone(),
+        asked=asked,
+        masked=asked,
+        place=places(tokens, attention_mask).expand_as(tokens),
+        seeds=seeds,
+        visible=attention_mask,
+        confidence=torch.zeros(tokens.shape, device=tokens.device),
+        revised=torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device),
+    )
+    eyes = _Eyes(model, Vocabulary.of(model, tokens, suppressed, allowed))
+    draw = _Draw(temperature, top_k, top_p, gumbel)
+    stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=tokens.device)
+
+    done, passes = tokens.clone(), torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+    records: list[PassRecord] | None = [] if trace else None
+    memory = Memory()
+    rows = rows.of(rows.masked.any(dim=-1))
+    index = 0
+    while len(rows.sequence):
+        mask = rows.masked if block_size is None else _first_block(rows, block_size)
+        logits, stats, hidden, attention = eyes.look(rows, rows.tokens, mask)
+        notes: dict[str, Tensor] | None = None if records is None else {}
+        step = Step(
+            index,
+            model=model,
+            tokens=rows.tokens,
+            logits=logits,
+            attention=attention,
+            seeds=rows.seeds,
+            sequences=rows.sequence,
+            attention_mask=rows.visible,
+            memory=memory,
+            notes=notes,
+        )
+        selected, spent = policy.select(stats, hidden, mask, step)
+        selected = _checked_selection(policy, selected, mask, rows, index)
+        written = draw(logits, stats, selected, rows, index)
+        left = rows.masked & ~selected
+        confidence = torch.where(selected, stats.confidence, rows.confidence)
+        passes[rows.sequence] += 1
+
+        remasked = torch.zeros_like(mask)
+        if verify:
+            tested = selected & (rows.revised < revisions)
+            doubted = take_lowest(stats.confidence, tested, tested.sum(dim=-1) // 2)
+            again = doubted.any(dim=-1)
+            passes[rows.sequence] += again
+            if bool(again.any()):
+                remasked[again] = _lost_their_place(
+                    eyes, draw, rows.of(again), written[again], doubted[again], logits[again], index
+                )
+        final, ended = torch.zeros_like(mask), torch.zeros_like(mask)
+        if len(stops):
+            decoded = rows.asked & ~left & ~remasked
+            final, filled = _up_to_the_stop(written, decoded, rows.asked, stops)
+            ended = (left | (filled != written)) & final
+            written, left, remasked = filled, left & ~final, remasked & ~final
+        left = left | remasked
+        if remask_below > 0:
+            unsure = rows.asked & ~final & (confidence < remask_below) & (rows.revised < revisions)
+            unsure &= ~left.any(dim=-1, keepdim=True)
+            remasked, left = remasked | unsure, left | unsure
+        written = written.masked_fill(remasked, model.mask_token_id)
+
+        if records is not None:
+            entropy = stats.entropy.masked_fill(~mask, 0.0)
+            blocker = blocking((notes or {}).get("mi"), selected, mask & ~selected)
+            records.append(
+                PassRecord(index, rows.sequence, selected, written, entropy, spent, blocker, remasked, ended)
+            )
+        remaining = left.any(dim=-1)
+        if progress is not None:
+            progress(int((~remaining).sum()))
+        done[rows.sequence] = written
+        rows = replace(rows, tokens=written, masked=left, confidence=confidence, revised=rows.revised + remasked)
+        if not bool(remaining.all()):
+            rows = rows.of(remaining)
+            memory.keep(remaining)
+        index += 1
+    return DecodeResult(done, passes, records)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The sequences still being decoded, every field with one row for each.
+
+    Attributes:
+        sequence: [R] int64, their numbers in the batch.
+        tokens: [R, N] int64.
+        asked: [R, N] bool, what was masked at the start.
+        masked: [R, N] bool, what is masked now.
+        place: [R, N] int64, the number of a position in its own sequence.
+        seeds: [R] int64.
+        visible: [R, N] bool, False at padding; None: no padding.
+        confidence: [R, N] float32, of what was written, when it was written.
+        revised: [R, N] int32, how often a position was masked again.
+    """
+
+    sequence: Tensor
+    tokens: Tensor
+    asked: Tensor
+    masked: Tensor
+    place: Tensor
+    seeds: Tensor
+    visible: Tensor | None
+    confidence: Tensor
+    revised: Tensor
+
+    def of(self, rows: Tensor) -> _Rows:
+        """Some of the sequences."""
+        return _Rows(*(None if field is None else field[rows] for field in vars(self).values()))  # type: ignore[arg-type]
+
+
+class _Seen(NamedTuple):
+    """What a pass shows: logits [R, N, V], their statistics, hidden [R, N, D] and attention [R, N, N] or None."""
+
+    logits: Tensor
+    stats: TokenStats
+    hidden: Tensor
+    attention: Tensor | None
+
+
+class _Eyes(NamedTuple):
+    """The model, with what may be written."""
+
+    model: MaskedModel
+    vocabulary: Vocabulary
+
+    def look(self, rows: _Rows, tokens: Tensor, mask: Tensor) -> _Seen:
+        """Run the model on tokens [R, N].
+
+        Raises:
+            ValueError: for logits that give no distribution where mask [R, N] is True.
+        """
+        output = self.model(tokens) if rows.visible is None else self.model(tokens, rows.visible)
+        logits = self.vocabulary.restrict(output.logits, rows.sequence)
+        stats = ops.token_stats(logits)
+        broken = stats.entropy.isnan() & mask
+        if bool(broken.any()):
+            row, position = broken.nonzero()[0].tolist()
+            raise ValueError(
+                f"decode: the model's logits at sequence {int(rows.sequence[row])}, position {position} give no "
+                "distribution (NaN, +inf, or -inf for every token that may be written)"
+            )
+        return _Seen(logits, stats, output.hidden, getattr(output, "attention", None))
+
+
+class _Draw(NamedTuple):
+    """How a token is chosen from logits."""
+
+    temperature: float
+    top_k: int | None
+    top_p: float
+    gumbel: bool
+
+    def __call__(self, logits: Tensor, stats: TokenStats, selected: Tensor, rows: _Rows, index: int) -> Tensor:
+        """The sequences' tokens [R, N] with the selected positions written."""
+        if self.temperature == 0:
+            return torch.where(selected, stats.token, rows.tokens)
+        luck = uniform(rows.seeds, index, 0, rows.place)
+        drawn = sample(
+            logits[selected],
+            luck[selected],
+            self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            gumbel=self.gumbel,
+        )
+        return rows.tokens.masked_scatter(selected, drawn)
+
+
+def _lost_their_place(
+    eyes: _Eyes, draw: _Draw, rows: _Rows, written: Tensor, doubted: Tensor, logits: Tensor, index: int
+) -> Tensor:
+    """[R, N] bool: of the doubted positions those whose token does not stand against what else was written."""
+    now = eyes.look(rows, written.masked_fill(doubted, eyes.model.mask_token_id), doubted)
+    if draw.temperature == 0:
+        return doubted & (now.stats.token != written)
+    token = written[doubted]
+    gain = log_probability(now.logits[doubted], token, draw.temperature)
+    gain -= log_probability(logits[doubted], token, draw.temperature)
+    # Steps below 0 are the passes that verify: numbers of their own.
+    luck = uniform(rows.seeds, -1 - index, 0, rows.place)[doubted]
+    return torch.zeros_like(doubted).masked_scatter(doubted, luck >= gain.exp())
+
+
+def _up_to_the_stop(tokens: Tensor, decoded: Tensor, asked: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
+    """What the first stop token among the decoded makes final, itself included: ([R, N] bool, tokens so filled)."""
+    is_stop = torch.isin(tokens, stops) & decoded
+    first = is_stop.int().argmax(dim=-1, keepdim=True)
+    position = torch.arange(tokens.shape[1], device=tokens.device)
+    final = asked & (position >= first) & is_stop.any(dim=-1, keepdim=True)
+    return final, torch.where(final, tokens.gather(-1, first), tokens)
+
+
+def _first_block(rows: _Rows, size: int) -> Tensor:
+    """[R, N] bool: what is masked in the first block that has something masked."""
+    never = torch.iinfo(torch.int64).max
+    start = rows.place.masked_fill(~rows.asked, never).amin(dim=-1, keepdim=True)
+    block = (rows.place - start) // size
+    return rows.masked & (block == block.masked_fill(~rows.masked, never).amin(dim=-1, keepdim=True))
+
+
+def _check_batch(tokens: Tensor, attention_mask: Tensor | None) -> None:
     if tokens.ndim != 2 or tokens.dtype != torch.int64:
         raise ValueError(f"decode: tokens must be [B, N] int64, got shape {tuple(tokens.shape)} {tokens.dtype}")
-    if not 0 <= temperature < torch.inf:
-        raise ValueError(f"decode: temperature must be a finite number >= 0, got {temperature}")
     if attention_mask is not None and (attention_mask.shape != tokens.shape or attention_mask.dtype != torch.bool):
         raise ValueError(
             f"decode: attention_mask must be {tuple(tokens.shape)} bool like tokens, "
             f"got shape {tuple(attention_mask.shape)} {attention_mask.dtype}"
         )
-    if seeds is None:
-        seeds = draw_seeds(len(tokens), generator, tokens.device)
-    elif generator is not None or seeds.shape != tokens.shape[:1] or seeds.dtype != torch.int64:
-        raise ValueError(f"decode: give either a generator or seeds [{len(tokens)}] int64")
-
-    tokens = tokens.clone()
-    masked = tokens == model.mask_token_id
-    if attention_mask is not None:
-        masked &= attention_mask
-    passes = torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
-    records: list[PassRecord] | None = [] if trace else None
-    active = masked.any(dim=-1).nonzero().squeeze(-1)
-    index = 0
-    while len(active):
-        state, mask = tokens[active], masked[active]
-        visible = None if attention_mask is None else attention_mask[active]
-        output = model(state) if visible is None else model(state, visible)
-        stats = ops.token_stats(output.logits)
-        _check_distributions(stats, mask, active)
-        step = Step(index, model=model, tokens=state, seeds=seeds[active], attention_mask=visible)
-        selected, spent = policy.select(stats, output.hidden, mask, step)
-        if selected.shape != mask.shape or selected.dtype != torch.bool:
-            raise ValueError(
-                f"decode: the policy {policy!r} must select {tuple(mask.shape)} bool, "
-                f"got shape {tuple(selected.shape)} {selected.dtype}"
-            )
-        selected = selected & mask
-        if not bool(selected.any(dim=-1).all()):
-            stuck = int(active[~selected.any(dim=-1)][0])
-            raise ValueError(f"decode: the policy {policy!r} took no position of sequence {stuck} in pass {index}")
-        if temperature == 0:
-            chosen = stats.token[selected]
-        else:
-            luck = uniform(seeds[active], index, 0, state.shape[1])
-            chosen = sample(output.logits[selected], luck[selected], temperature)
-        state[selected] = chosen
-        tokens[active] = state
-        left = mask & ~selected
-        masked[active] = left
-        passes[active] += 1
-        if records is not None:
-            entropy = stats.entropy.masked_fill(~mask, 0.0)
-            records.append(PassRecord(index, active, selected, state, entropy, spent))
-        remaining = left.any(dim=-1)
-        if progress is not None:
-            progress(int((~remaining).sum()))
-        active = active[remaining]
-        index += 1
-    return DecodeResult(tokens, passes, records)
 
 
-def sample(logits: Tensor, luck: Tensor, temperature: float) -> Tensor:
-    """Draw tokens from softmax(logits / temperature) by inverting the cumulative sum, in float64.
+def _check_numbers(temperature: float, top_p: float, remask_below: float) -> None:
+    if not 0 <= temperature < torch.inf:
+        raise ValueError(f"decode: temperature must be a finite number >= 0, got {temperature}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"decode: top_p must lie in (0, 1], got {top_p}")
+    if not 0 <= remask_below <= 1:
+        raise ValueError(f"decode: remask_below must be a probability, got {remask_below}")
 
-    Args:
-        logits: [R, V] float, not all -inf.
-        luck: [R] float64 in [0, 1).
-        temperature: above 0.
 
-    Returns:
-        [R] int64, never a token of probability 0.
+def _checked_selection(policy: Policy, selected: Tensor, mask: Tensor, rows: _Rows, index: int) -> Tensor:
+    """The selection without what is not masked.
+
+    Raises:
+        ValueError: if it is of another kind or leaves a sequence without progress.
     """
-    logits = logits.double()
-    weight = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).exp()
-    cumulative = weight.cumsum(dim=-1)
-    target = luck.unsqueeze(-1) * cumulative[:, -1:]
-    # The first token whose cumulative weight exceeds the target, which rounding may have carried to the very end: no
-    # further than the last token of any weight.
-    drawn = torch.searchsorted(cumulative, target, right=True)
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return drawn.minimum(last).squeeze(-1)
-
-
-def _check_distributions(stats: TokenStats, mask: Tensor, active: Tensor) -> None:
-    broken = stats.entropy.isnan() & mask
-    if bool(broken.any()):
-        row, position = broken.nonzero()[0].tolist()
+    if selected.shape != mask.shape or selected.dtype != torch.bool:
         raise ValueError(
-            f"decode: the model's logits at sequence {int(active[row])}, position {position} give no distribution "
-            "(NaN, +inf, or -inf everywhere)"
+            f"decode: the policy {policy!r} must select {tuple(mask.shape)} bool, "
+            f"got shape {tuple(selected.shape)} {selected.dtype}"
         )
+    selected = selected & mask
+    progress = selected.any(dim=-1)
+    if not bool(progress.all()):
+        stuck = int(rows.sequence[~progress][0])
+        raise ValueError(f"decode: the policy {policy!r} took no position of sequence {stuck} in pass {index}")
+    return selected

@@ -27,18 +27,29 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def uniform(seeds: Tensor, step: int, stream: int, length: int) -> Tensor:
-    """Numbers in [0, 1): float64 [B, length], entry (b, i) from seeds[b], step, stream and i alone.
+def uniform(seeds: Tensor, step: int, stream: int, index: Tensor) -> Tensor:
+    """Numbers in [0, 1): float64 [B, K], entry (b, k) from seeds[b], step, stream and index[b, k] alone.
 
     Args:
         seeds: [B] int64.
         step: the pass.
         stream: 0 or 1, separates uses within a pass.
-        length: N.
+        index: [K] or [B, K] int64, what a number belongs to, from 0.
     """
     key = _mix(seeds + _i64(_GOLDEN * (1 + 2 * step + stream)))
-    index = torch.arange(1, length + 1, device=seeds.device)
-    return _shift(_mix(key.unsqueeze(-1) + _GOLDEN * index), 11).double() * 2.0**-53
+    return _shift(_mix(key.unsqueeze(-1) + _GOLDEN * (index + 1)), 11).double() * 2.0**-53
+
+
+def places(like: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The number of every position within its own sequence, wherever the padding stands: [N] or [B, N] int64.
+
+    Args:
+        like: [B, N], of any kind.
+        attention_mask: [B, N] bool, False at padding; None: no padding.
+    """
+    if attention_mask is None:
+        return torch.arange(like.shape[1], device=like.device)
+    return attention_mask.cumsum(dim=-1) - 1
 
 
 def draw_seeds(count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:

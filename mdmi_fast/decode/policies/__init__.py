@@ -1,29 +1,45 @@
 """Which positions to unmask together: every rule as an object with one method, `select`."""
 
-from mdmi_fast.decode.policies.base import Policy, Step
+from mdmi_fast.decode.policies.base import Memory, Policy, Rule, Schedule, Step
 from mdmi_fast.decode.policies.baselines import (
     Confidence,
     ConfidenceBudget,
+    ConfidenceFactor,
     EntropyBound,
     Random,
     Sequential,
     TopK,
 )
-from mdmi_fast.decode.policies.mutual_information import MIBudget, MISource, MIThreshold, Probing, Shuffled
+from mdmi_fast.decode.policies.internals import AttentionGraph, Stability
+from mdmi_fast.decode.policies.mutual_information import (
+    Coloring,
+    MIBudget,
+    MISource,
+    MIThreshold,
+    Probing,
+    Shuffled,
+)
 from mdmi_fast.decode.policies.parse import needs_mi, parse_policy, policy_forms
 
 __all__ = [
+    "AttentionGraph",
+    "Coloring",
     "Confidence",
     "ConfidenceBudget",
+    "ConfidenceFactor",
     "EntropyBound",
     "MIBudget",
     "MISource",
     "MIThreshold",
+    "Memory",
     "Policy",
     "Probing",
     "Random",
+    "Rule",
+    "Schedule",
     "Sequential",
     "Shuffled",
+    "Stability",
     "Step",
     "TopK",
     "needs_mi",

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mdmi_fast.decode.randomness import uniform
+from mdmi_fast.decode.arrays import as_tensor
+from mdmi_fast.decode.randomness import places, uniform
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import Selection, TokenStats
+
+
+class Memory(dict[Hashable, tuple[Tensor, ...]]):
+    """What policies remember of each sequence from one pass to the next: tensors with one row a sequence."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Forget all sequences but `rows`, a bool or index tensor: those that are still being decoded."""
+        for policy, tensors in self.items():
+            self[policy] = tuple(tensor[rows] for tensor in tensors)
 
 
 class Step(int):
@@ -18,15 +32,26 @@ class Step(int):
 
     Attributes:
         model: the model being decoded (for probing).
-        tokens: [B, N] int64, the state of the pass.
+        tokens: [B, N] int64, the state of the pass (for probing).
+        logits: [B, N, V], what the model said (for `Stability`).
+        attention: [B, N, N], attention between positions (for `AttentionGraph`).
         seeds: [B] int64, one a sequence (for randomness that does not depend on the batch).
+        sequences: [B] int64, which sequences these are, where they are numbered (for limits given per sequence).
         attention_mask: [B, N] bool, False at padding; None: no padding.
+        memory: of policies that plan ahead or compare passes; one for a whole decode.
+        notes: given as a dict, asks a policy for its reasons: those that read mutual information put "mi" [B, N, N]
+            there, of all masked pairs, also where the choice could do without.
     """
 
     model: MaskedModel | None
     tokens: Tensor | None
+    logits: Tensor | None
+    attention: Tensor | None
     seeds: Tensor | None
+    sequences: Tensor | None
     attention_mask: Tensor | None
+    memory: Memory | None
+    notes: dict[str, Tensor] | None
 
     def __new__(
         cls,
@@ -34,11 +59,18 @@ class Step(int):
         *,
         model: MaskedModel | None = None,
         tokens: Tensor | None = None,
+        logits: Tensor | None = None,
+        attention: Tensor | None = None,
         seeds: Tensor | None = None,
+        sequences: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        memory: Memory | None = None,
+        notes: dict[str, Tensor] | None = None,
     ) -> Step:
         step = super().__new__(cls, index)
-        step.model, step.tokens, step.seeds, step.attention_mask = model, tokens, seeds, attention_mask
+        step.model, step.tokens, step.logits, step.attention = model, tokens, logits, attention
+        step.seeds, step.sequences, step.attention_mask = seeds, sequences, attention_mask
+        step.memory, step.notes = memory, notes
         return step
 
 
@@ -64,12 +96,134 @@ class Policy(Protocol):
         ...
 
 
-def random_numbers(step: int, mask: Tensor, *, stream: int, length: int | None = None) -> Tensor:
-    """[B, length] in [0, 1) for a pass: from each sequence's seed, or, without seeds, the same for all sequences."""
+class Rule(ABC):
+    """A policy of this package. Its `select` takes tensors of any device, numpy arrays and DLPack objects."""
+
+    def select(self, stats: TokenStats, hidden: Any, mask: Any, step: int) -> Selection:
+        """Name the positions to unmask; as `Policy.select`.
+
+        Args:
+            stats: every field [B, N], tensors, numpy arrays or DLPack objects like the rest.
+            hidden: [B, N, D]; None will do for rules that do not read it.
+            mask: [B, N] bool, True = still masked.
+            step: the number of the pass, or a `Step`.
+
+        Returns:
+            Selection of tensors on the device of `mask`; numpy and DLPack read CPU tensors as they are.
+
+        Raises:
+            TypeError: for what is no array.
+            ValueError: for shapes that do not fit, or if what the rule looks at is NaN at a masked position.
+        """
+        mask = as_tensor(mask)
+        if mask.ndim != 2 or mask.dtype != torch.bool:
+            raise ValueError(f"{self._name}: mask must be [B, N] bool, got shape {tuple(mask.shape)} {mask.dtype}")
+        fields = {name: as_tensor(field) for name, field in stats._asdict().items()}
+        for name, field in fields.items():
+            if field.shape != mask.shape:
+                raise ValueError(
+                    f"{self._name}: stats.{name} must be {tuple(mask.shape)} like mask, got {tuple(field.shape)}"
+                )
+        return self._choose(TokenStats(**fields), None if hidden is None else as_tensor(hidden), mask, step)
+
+    @abstractmethod
+    def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
+        """The rule itself, on checked tensors."""
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _of_step(self, step: int, name: str) -> Any:
+        """What the rule needs of a `Step`.
+
+        Raises:
+            ValueError: if the step does not have it.
+        """
+        value = getattr(step, name, None)
+        if value is None:
+            raise ValueError(f"{self._name}: step must be a Step with {name}, got {step!r} without")
+        return value
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A limit that moves with the share r of the positions that is still masked: end + (start - end) r.
+
+    Written "start..end" in text. Where decoding is block-wise only the open block counts as masked.
+
+    Args:
+        start: while everything is masked; finite, at least 0.
+        end: when nothing is; finite, at least 0.
+
+    Raises:
+        ValueError: naming the end that is out of range.
+
+    Example:
+        >>> mask = torch.tensor([[True, True, True, True], [True, False, False, False]])
+        >>> Schedule(0.4, 0.0).at(mask, 0)
+        tensor([0.4000, 0.1000], dtype=torch.float64)
+    """
+
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("start", self.start), ("end", self.end)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"Schedule: {name} must be a finite number of at least 0, got {value}")
+
+    def at(self, mask: Tensor, step: int) -> Tensor:
+        """[B] float64, the limit of every sequence; padding is no position."""
+        visible = getattr(step, "attention_mask", None)
+        length = mask.shape[1] if visible is None else visible.sum(dim=-1)
+        # Above 0: where there is no position nothing is masked either.
+        share = mask.sum(dim=-1).double() / torch.as_tensor(length, device=mask.device).clamp(min=1)
+        return self.end + (self.start - self.end) * share
+
+
+Limit = float | Tensor | Schedule
+"""A number; a tensor with one number for each sequence of a decode; or a `Schedule`."""
+
+
+def checked_limit(owner: str, name: str, limit: Limit) -> None:
+    """Refuse a limit below 0 or NaN.
+
+    Raises:
+        ValueError: naming the policy and the argument.
+    """
+    if isinstance(limit, Tensor):
+        if limit.ndim != 1 or not bool((limit >= 0).all()):
+            raise ValueError(f"{owner}: {name} must be numbers of at least 0, one a sequence, got {limit}")
+    elif not isinstance(limit, Schedule):
+        at_least(owner, name, limit, 0.0)
+
+
+def limit_of(limit: Limit, mask: Tensor, step: int) -> float | Tensor:
+    """The number of a pass: one for all sequences, or [B] float64."""
+    if isinstance(limit, Schedule):
+        return limit.at(mask, step)
+    if isinstance(limit, Tensor):
+        sequences = getattr(step, "sequences", None)
+        return (limit if sequences is None else limit[sequences.to(limit.device)]).to(mask.device, torch.float64)
+    return limit
+
+
+def random_numbers(step: int, mask: Tensor, *, stream: int, index: Tensor | None = None) -> Tensor:
+    """[B, K] in [0, 1) for a pass: from each sequence's seed, or, without seeds, the same for all sequences.
+
+    Args:
+        step: a `Step` with seeds, or a number.
+        mask: [B, N].
+        stream: separates uses within a pass.
+        index: [K] or [B, K] int64, what the numbers belong to; None: the positions.
+    """
     seeds = getattr(step, "seeds", None)
     if seeds is None:
         seeds = torch.zeros(mask.shape[0], dtype=torch.int64, device=mask.device)
-    return uniform(seeds, int(step), stream, mask.shape[1] if length is None else length)
+    if index is None:
+        index = places(mask, getattr(step, "attention_mask", None))
+    return uniform(seeds, int(step), stream, index)
 
 
 def take_lowest(key: Tensor, mask: Tensor, count: Tensor | int) -> Tensor:
@@ -86,13 +240,15 @@ def take_lowest(key: Tensor, mask: Tensor, count: Tensor | int) -> Tensor:
         )
     # An infinite key still comes before every unmasked position.
     order = key.clamp(max=torch.finfo(key.dtype).max).masked_fill(~mask, torch.inf).argsort(dim=-1, stable=True)
-    places = torch.arange(mask.shape[1], device=mask.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(-1, order, places)
+    ranks = torch.arange(mask.shape[1], device=mask.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(-1, order, ranks)
     limit = count.unsqueeze(-1) if isinstance(count, Tensor) else count
     return (rank < limit) & mask
 
 
-def longest_prefix(cost: Tensor, mask: Tensor, budget: float, *, free_last: bool = False) -> tuple[Tensor, Tensor]:
+def longest_prefix(
+    cost: Tensor, mask: Tensor, budget: float | Tensor, *, free_last: bool = False
+) -> tuple[Tensor, Tensor]:
     """The most positions of lowest cost whose costs sum to at most `budget`, but one at least.
 
     The sum is taken in float64, in ascending order.
@@ -100,7 +256,7 @@ def longest_prefix(cost: Tensor, mask: Tensor, budget: float, *, free_last: bool
     Args:
         cost: [B, N], >= 0 at masked positions.
         mask: [B, N] bool.
-        budget: of the sum.
+        budget: of the sum; a number or [B].
         free_last: leave the largest cost out of the sum.
 
     Returns:
@@ -110,7 +266,8 @@ def longest_prefix(cost: Tensor, mask: Tensor, budget: float, *, free_last: bool
     total = ordered.cumsum(dim=-1)
     if free_last:
         total = F.pad(total[:, :-1], (1, 0))
-    count = (total <= budget).sum(dim=-1).clamp(min=1).minimum(mask.sum(dim=-1))
+    within = total <= (budget.unsqueeze(-1) if isinstance(budget, Tensor) else budget)
+    count = within.sum(dim=-1).clamp(min=1).minimum(mask.sum(dim=-1))
     spent = total.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return take_lowest(cost, mask, count), spent.masked_fill(count == 0, 0.0)
 
@@ -124,3 +281,8 @@ def at_least(owner: str, name: str, value: float, low: float) -> float:
     if not value >= low:
         raise ValueError(f"{owner}: {name} must be at least {low}, got {value}")
     return value
+
+
+def nothing_spent(selected: Tensor) -> Selection:
+    """The selection of a rule that keeps no account: spent is 0."""
+    return Selection(selected, torch.zeros(selected.shape[0], dtype=torch.float64, device=selected.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
@@ -10,7 +11,19 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops
-from mdmi_fast.decode.policies.base import Step, at_least, random_numbers
+from mdmi_fast.decode.policies.base import (
+    Limit,
+    Memory,
+    Rule,
+    Step,
+    at_least,
+    checked_limit,
+    limit_of,
+    nothing_spent,
+    random_numbers,
+    take_lowest,
+)
+from mdmi_fast.decode.randomness import places
 from mdmi_fast.labels import FORMS, Form, label_mi
 from mdmi_fast.ops import Selection, TokenStats
 from mdmi_fast.ops import _checks as check
@@ -28,8 +41,14 @@ MISource = Callable[[Tensor, Tensor], Tensor] | StepwiseMI
 """An estimator, or anything that turns hidden [B, N, D] and mask [B, N] into mutual information [B, N, N] in nats."""
 
 
-def pairwise_mi(source: MISource, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
-    """[B, N, N] nats from any kind of source."""
+def pairwise_mi(source: MISource, hidden: Tensor | None, mask: Tensor, step: int) -> Tensor:
+    """[B, N, N] nats from any kind of source.
+
+    Raises:
+        ValueError: if there is no hidden state to ask it about.
+    """
+    if hidden is None:
+        raise ValueError("policy: hidden must be [B, N, D] for mutual information, got None")
     if getattr(source, "needs_step", False):
         return source(hidden, mask, step)  # type: ignore[call-arg]
     return source(hidden, mask)  # type: ignore[call-arg]
@@ -89,65 +108,141 @@ class Shuffled:
         mi = pairwise_mi(self.source, hidden, mask, step)
         row, column = torch.triu_indices(mask.shape[1], mask.shape[1], offset=1, device=mask.device)
         both = mask[:, row] & mask[:, column]
-        luck = random_numbers(step, mask, stream=1, length=len(row))
+        # Pairs are numbered within their own sequence, so that padding changes nothing.
+        visible = getattr(step, "attention_mask", None)
+        place = places(mask, visible)
+        length = mask.shape[1] if visible is None else visible.sum(dim=-1, keepdim=True)
+        first, second = place[..., row], place[..., column]
+        number = first * length - first * (first + 1) // 2 + second - first - 1
+        luck = random_numbers(step, mask, stream=1, index=number)
         # The pairs with both ends masked come first in either order; the rest keeps its zeros.
-        places = (~both).to(torch.int8).argsort(dim=-1, stable=True)
+        order = (~both).to(torch.int8).argsort(dim=-1, stable=True)
         drawn = luck.masked_fill(~both, torch.inf).argsort(dim=-1, stable=True)
         values = mi[:, row, column]
-        dealt = torch.zeros_like(values).scatter(-1, places, values.gather(-1, drawn)) * both
+        dealt = torch.zeros_like(values).scatter(-1, order, values.gather(-1, drawn)) * both
         shuffled = torch.zeros_like(mi)
         shuffled[:, row, column] = dealt
         return shuffled + shuffled.transpose(-1, -2)
 
 
+class _PairRule(Rule):
+    """A rule on entropies and pairs: where the mutual information is asked for, and what stands in where it is not.
+
+    With at most `lazy` positions masked the source is not asked (row S11 of the source): min(H_i, H_j), which no
+    mutual information exceeds, takes its place, so that such a pass risks less, and may take less, than with it.
+    Nor is the source asked about a sequence where it cannot matter.
+    """
+
+    mi: MISource
+    lazy: int
+    limit: int | None
+
+    def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
+        known: Tensor | None = None
+        notes = getattr(step, "notes", None)
+        if notes is not None:
+            known = notes["mi"] = pairwise_mi(self.mi, hidden, mask, step)
+        if self.lazy == 0:
+            return self._with_source(stats, hidden, mask, step, known)
+        few = (mask.sum(dim=-1) <= self.lazy).unsqueeze(-1)
+        bound = torch.minimum(stats.entropy.unsqueeze(-1), stats.entropy.unsqueeze(-2))
+        bounded = self._apply(stats, bound, mask & few, step)
+        if bool(few.all()):
+            return bounded
+        asked = self._with_source(stats, hidden, mask & ~few, step, known)
+        return Selection(bounded.selected | asked.selected, bounded.spent + asked.spent)
+
+    def _with_source(
+        self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int, known: Tensor | None
+    ) -> Selection:
+        if known is None:
+            useful = mask & self._can_use_mi(stats, mask, step).unsqueeze(-1)
+            if bool(useful.any()):
+                known = pairwise_mi(self.mi, hidden, useful, step)
+            else:
+                known = stats.entropy.new_zeros(()).expand(*mask.shape, mask.shape[1])
+        return self._apply(stats, known, mask, step)
+
+    def _can_use_mi(self, stats: TokenStats, mask: Tensor, step: int) -> Tensor:
+        """[B] bool: sequences whose selection may depend on mutual information."""
+        more_than_one = mask.sum(dim=-1) > 1
+        return more_than_one if self.limit != 1 else torch.zeros_like(more_than_one)
+
+    @abstractmethod
+    def _apply(self, stats: TokenStats, mi: Tensor, mask: Tensor, step: int) -> Selection:
+        """The rule itself."""
+
+
 @dataclass(frozen=True)
-class MIBudget:
+class MIBudget(_PairRule):
     """Greedy selection within a budget: cost_i = entropy_weight H_i + lam sum_{j chosen} I_ij (row S8 of the source).
 
     entropy_weight 1 is the published rule. For sampling at temperature 1 use 0: independent positions of any entropy
     can be drawn together without error, so only dependence is a cost.
 
+    Cost: the source's, for at most N^2 pairs a sequence; an estimator with `score_and_select` scores only those that
+    can matter. Needs hidden states.
+
     Args:
         mi: an estimator, or another source such as `Probing`.
-        gamma: nats a pass may spend, at least 0, may be inf.
+        gamma: nats a pass may spend, at least 0, may be inf; a number, one a sequence, or a `Schedule`.
         lam: weight of dependence, finite, at least 0.
         entropy_weight: weight of a position's own entropy, finite, at least 0.
         order: "entropy" looks at positions by entropy, ascending; "cheapest" takes the least cost at each moment.
         limit: most positions of a pass, at least 1; None for no limit.
+        lazy: with at most so many positions masked, min(H_i, H_j) stands in for I_ij and the source is not asked.
     """
 
     mi: MISource
-    gamma: float
+    gamma: Limit
     lam: float = 1.0
     entropy_weight: float = 1.0
     order: Literal["entropy", "cheapest"] = "entropy"
     limit: int | None = None
+    lazy: int = 0
 
     def __post_init__(self) -> None:
-        at_least("MIBudget", "gamma", self.gamma, 0.0)
+        checked_limit("MIBudget", "gamma", self.gamma)
         check.weight("MIBudget", "lam", self.lam)
         check.weight("MIBudget", "entropy_weight", self.entropy_weight)
         check.one_of("MIBudget", "order", self.order, ("entropy", "cheapest"))
         if self.limit is not None:
             check.whole("MIBudget", "limit", self.limit, 1)
+        check.whole("MIBudget", "lazy", self.lazy, 0)
 
-    def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:
-        lazy = getattr(self.mi, "score_and_select", None) if self.order == "entropy" else None
-        if lazy is not None:
-            selection: Selection = lazy(
-                stats.entropy,
-                hidden,
-                mask,
-                gamma=self.gamma,
-                lam=self.lam,
-                entropy_weight=self.entropy_weight,
-                limit=self.limit,
-            )
-            return selection
+    def _with_source(
+        self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int, known: Tensor | None
+    ) -> Selection:
+        scorer = getattr(self.mi, "score_and_select", None)
+        if scorer is None or self.order != "entropy" or hidden is None:
+            return super()._with_source(stats, hidden, mask, step, known)
+        selection: Selection = scorer(
+            stats.entropy,
+            hidden,
+            mask,
+            gamma=limit_of(self.gamma, mask, step),
+            lam=self.lam,
+            entropy_weight=self.entropy_weight,
+            limit=self.limit,
+        )
+        return selection
+
+    def _can_use_mi(self, stats: TokenStats, mask: Tensor, step: int) -> Tensor:
+        several = super()._can_use_mi(stats, mask, step)
+        if self.lam == 0 or mask.shape[1] < 2:
+            return torch.zeros_like(several)
+        if self.entropy_weight == 0:
+            return several
+        # The first is free to exceed the budget; a second has to fit by its own entropy.
+        own = self.entropy_weight * stats.entropy.double().masked_fill(~mask, torch.inf)
+        first, second = own.topk(2, dim=-1, largest=False).values.unbind(dim=-1)
+        return several & (second <= limit_of(self.gamma, mask, step) - first)
+
+    def _apply(self, stats: TokenStats, mi: Tensor, mask: Tensor, step: int) -> Selection:
         return ops.select_budget(
             stats.entropy,
-            pairwise_mi(self.mi, hidden, mask, step),
-            gamma=self.gamma,
+            mi,
+            gamma=limit_of(self.gamma, mask, step),
             lam=self.lam,
             entropy_weight=self.entropy_weight,
             order=self.order,
@@ -157,27 +252,94 @@ class MIBudget:
 
 
 @dataclass(frozen=True)
-class MIThreshold:
+class MIThreshold(_PairRule):
     """A maximal set of positions, lowest entropy first, with I_ij < tau for every pair (row S9 of the source).
+
+    Cost: the source's, for N^2 pairs a sequence. Needs hidden states.
+
+    Args:
+        mi: an estimator, or another source such as `Probing`.
+        tau: nats below which a pair counts as independent, at least 0; a number, one a sequence, or a `Schedule`.
+        limit: most positions of a pass, at least 1; None for no limit.
+        lazy: with at most so many positions masked, min(H_i, H_j) stands in for I_ij and the source is not asked.
+    """
+
+    mi: MISource
+    tau: Limit
+    limit: int | None = None
+    lazy: int = 0
+
+    def __post_init__(self) -> None:
+        checked_limit("MIThreshold", "tau", self.tau)
+        if self.limit is not None:
+            check.whole("MIThreshold", "limit", self.limit, 1)
+        check.whole("MIThreshold", "lazy", self.lazy, 0)
+
+    def _apply(self, stats: TokenStats, mi: Tensor, mask: Tensor, step: int) -> Selection:
+        tau = limit_of(self.tau, mask, step)
+        if isinstance(tau, float | int):
+            return ops.select_threshold(stats.entropy, mi, tau=tau, mask=mask, limit=self.limit)
+        selected, spent = torch.zeros_like(mask), torch.zeros_like(tau)
+        for value in tau.unique().tolist():
+            own = mask & (tau == value).unsqueeze(-1)
+            part = ops.select_threshold(stats.entropy, mi, tau=value, mask=own, limit=self.limit)
+            selected, spent = selected | part.selected, spent + part.spent
+        return Selection(selected, spent)
+
+
+@dataclass(frozen=True)
+class Coloring(Rule):
+    """All masked positions planned ahead as groups without a pair of I_ij >= tau; a pass takes one group (row S9).
+
+    The groups are the colours of `ops.color`; a pass takes that of the position whose entropy is lowest now. Fewer
+    questions to the source than `MIThreshold`, which asks in every pass; a plan knows nothing of what was written since.
+
+    Cost: the source's for N^2 pairs, once a plan. Needs hidden states and a `Step` with memory.
 
     Args:
         mi: an estimator, or another source such as `Probing`.
         tau: nats below which a pair counts as independent, at least 0.
-        limit: most positions of a pass, at least 1; None for no limit.
+        replan: passes that a plan serves, at least 1; None: all.
     """
 
     mi: MISource
     tau: float
-    limit: int | None = None
+    replan: int | None = None
 
     def __post_init__(self) -> None:
-        at_least("MIThreshold", "tau", self.tau, 0.0)
-        if self.limit is not None:
-            check.whole("MIThreshold", "limit", self.limit, 1)
+        at_least("Coloring", "tau", self.tau, 0.0)
+        if self.replan is not None:
+            check.whole("Coloring", "replan", self.replan, 1)
 
-    def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:
-        mi = pairwise_mi(self.mi, hidden, mask, step)
-        return ops.select_threshold(stats.entropy, mi, tau=self.tau, mask=mask, limit=self.limit)
+    def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
+        memory: Memory = self._of_step(step, "memory")
+        fresh = (mask.new_full(mask.shape, -1, dtype=torch.int64), mask.new_zeros(len(mask), dtype=torch.int64))
+        group, age = memory.get(self, fresh)
+        outdated = (mask & (group < 0)).any(dim=-1)
+        if self.replan is not None:
+            outdated |= age >= self.replan
+        notes = getattr(step, "notes", None)
+        if notes is not None:
+            notes["mi"] = pairwise_mi(self.mi, hidden, mask, step)
+        if bool(outdated.any()):
+            planned = mask & outdated.unsqueeze(-1)
+            mi = pairwise_mi(self.mi, hidden, planned, step) if notes is None else notes["mi"]
+            group = torch.where(outdated.unsqueeze(-1), ops.color(mi, tau=self.tau, mask=planned), group)
+            age = age.masked_fill(outdated, 0)
+        first = take_lowest(stats.entropy, mask, 1)
+        selected = mask & (group == (group * first).sum(dim=-1, keepdim=True))
+        memory[self] = (group.masked_fill(selected, -1), age + 1)
+        return nothing_spent(selected)
 
 
-__all__ = ["MIBudget", "MISource", "MIThreshold", "Probing", "Shuffled", "Step", "StepwiseMI", "pairwise_mi"]
+__all__ = [
+    "Coloring",
+    "MIBudget",
+    "MISource",
+    "MIThreshold",
+    "Probing",
+    "Shuffled",
+    "Step",
+    "StepwiseMI",
+    "pairwise_mi",
+]

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mdmi_fast.decode.policies.base import Policy
+from mdmi_fast.decode.policies.base import Policy, Schedule
 from mdmi_fast.decode.policies.baselines import (
     Confidence,
     ConfidenceBudget,
+    ConfidenceFactor,
     EntropyBound,
     Random,
     Sequential,
     TopK,
 )
-from mdmi_fast.decode.policies.mutual_information import MIBudget, MISource, MIThreshold
+from mdmi_fast.decode.policies.internals import AttentionGraph, Stability
+from mdmi_fast.decode.policies.mutual_information import Coloring, MIBudget, MISource, MIThreshold
 
 
 def _count(text: str) -> int:
@@ -22,6 +24,19 @@ def _count(text: str) -> int:
     if value < 1:
         raise ValueError(text)
     return value
+
+
+def _whole(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError(text)
+    return value
+
+
+def _limit(text: str) -> float | Schedule:
+    """A number, or "start..end"."""
+    start, dots, end = text.partition("..")
+    return Schedule(float(start), float(end)) if dots else float(start)
 
 
 def _order(text: str) -> str:
@@ -32,6 +47,8 @@ def _order(text: str) -> str:
 
 _KINDS: Mapping[Callable[[str], Any], str] = {
     _count: "an integer of at least 1",
+    _whole: "an integer of at least 0",
+    _limit: "a number, or two finite ones as START..END",
     _order: "entropy or cheapest",
     float: "a number",
 }
@@ -51,15 +68,19 @@ _RULES: Mapping[str, _Rule] = {
     "topk": _Rule(TopK, ("k", _count)),
     "random": _Rule(Random, ("k", _count)),
     "confidence": _Rule(Confidence, ("threshold", float)),
-    "confidence-budget": _Rule(ConfidenceBudget, ("epsilon", float)),
-    "entropy-bound": _Rule(EntropyBound, ("gamma", float)),
+    "confidence-factor": _Rule(ConfidenceFactor, ("factor", float)),
+    "confidence-budget": _Rule(ConfidenceBudget, ("epsilon", _limit)),
+    "entropy-bound": _Rule(EntropyBound, ("gamma", _limit)),
+    "stability": _Rule(Stability, ("kl", float), {"confidence": float}),
+    "attention-graph": _Rule(AttentionGraph, ("tau", float), {"limit": _count}),
     "mi-budget": _Rule(
         MIBudget,
-        ("gamma", float),
-        {"lam": float, "entropy_weight": float, "order": _order, "limit": _count},
+        ("gamma", _limit),
+        {"lam": float, "entropy_weight": float, "order": _order, "limit": _count, "lazy": _whole},
         needs_mi=True,
     ),
-    "mi-threshold": _Rule(MIThreshold, ("tau", float), {"limit": _count}, needs_mi=True),
+    "mi-threshold": _Rule(MIThreshold, ("tau", _limit), {"limit": _count, "lazy": _whole}, needs_mi=True),
+    "coloring": _Rule(Coloring, ("tau", float), {"replan": _count}, needs_mi=True),
 }
 
 
@@ -68,7 +89,7 @@ def policy_forms() -> list[str]:
 
     Example:
         >>> policy_forms()[-1]
-        'mi-threshold:TAU[,limit=N]'
+        'coloring:TAU[,replan=N]'
     """
     return [_written(name) for name in _RULES]
 
@@ -86,8 +107,11 @@ def parse_policy(spec: str, mi: MISource | None = None) -> Policy:
     """The policy that a text describes: a name, its value behind a colon, options behind commas.
 
     Args:
-        spec: "sequential", "topk:4", "random:4", "confidence:0.9", "confidence-budget:0.1", "entropy-bound:0.2",
-            "mi-budget:0.02,lam=1,entropy_weight=0,order=cheapest,limit=8" or "mi-threshold:0.05,limit=8".
+        spec: "sequential", "topk:4", "random:4", "confidence:0.9", "confidence-factor:0.5", "confidence-budget:0.1",
+            "entropy-bound:0.2", "stability:0.01,confidence=0.9", "attention-graph:0.05,limit=8",
+            "mi-budget:0.02,lam=1,entropy_weight=0,order=cheapest,limit=8,lazy=4", "mi-threshold:0.05,limit=8,lazy=4"
+            or "coloring:0.05,replan=4". A budget or the threshold of mi-threshold may move with the share still
+            masked: "mi-budget:0.2..0.02" (see `Schedule`).
         mi: an estimator or another source of mutual information, for the policies that read it.
 
     Raises:
@@ -139,7 +163,7 @@ def _rule(spec: str) -> _Rule:
 def _written(name: str) -> str:
     rule = _RULES[name]
     value = f":{rule.value[0].upper()}" if rule.value else ""
-    shapes = {_count: "N", _order: "entropy|cheapest", float: "X"}
+    shapes = {_count: "N", _whole: "N", _order: "entropy|cheapest", float: "X"}
     return name + value + "".join(f"[,{option}={shapes[read]}]" for option, read in rule.options.items())
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mdmi_fast.decode.loop import sample
 from mdmi_fast.decode.policies import MIBudget, MISource, Policy, Random, Sequential, Step
 from mdmi_fast.decode.randomness import uniform
+from mdmi_fast.decode.sampling import sample
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import token_stats
 from mdmi_fast.tasks.sudoku.model import CELLS, MASK_TOKEN
@@ -71,7 +71,7 @@ def _fill(model: MaskedModel, tokens: Tensor, goal: Tensor, policy: Policy, seed
         output, mask = model(state), state == MASK_TOKEN
         step = Step(index, model=model, tokens=state, seeds=seeds[active])
         chosen = policy.select(token_stats(output.logits), output.hidden, mask, step).selected
-        luck = uniform(seeds[active], index, 0, CELLS)
+        luck = uniform(seeds[active], index, 0, torch.arange(CELLS))
         state[chosen] = sample(output.logits[chosen], luck[chosen], 1.0)
         tokens[active] = state
     return tokens

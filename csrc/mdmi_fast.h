@@ -1,0 +1,68 @@
+/* Choosing positions and scoring pairs, for programs without Python: link libmdmi_fast.so, which is installed beside
+ * this header in the folder of the Python package.
+ *
+ * Arrays are contiguous, the last axis fastest. mask is 1 where a position is masked (to be decoded), or NULL: all are.
+ * Entropies and mutual information are in nats. Every result is fully written. threads is how many threads to use.
+ * Each function returns 0, or -1 for an argument that makes no sense, NaN at a masked position, or no memory: what was
+ * wrong is then said by mdmi_last_error, on the same thread. Ties go to the lower index; rows of a batch do not depend
+ * on each other. The rules are those of mdmi_fast.ops, whose documentation says more. */
+#ifndef MDMI_FAST_H_
+#define MDMI_FAST_H_
+
+#include <stdint.h>
+
+#define MDMI_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { MDMI_NO_LIMIT = 0 };
+enum { MDMI_ORDER_ENTROPY = 0, MDMI_ORDER_CHEAPEST = 1 };
+enum { MDMI_SYMMETRY_NONE = 0, MDMI_SYMMETRY_MEAN = 1, MDMI_SYMMETRY_UPPER = 2 };
+enum { MDMI_COMBINE_ADD = 0, MDMI_COMBINE_MULTIPLY = 1 };
+enum { MDMI_ACTIVATION_IDENTITY = 0, MDMI_ACTIVATION_SOFTPLUS = 1 };
+
+/* Why the last call of this thread failed; valid until its next call. */
+MDMI_API const char* mdmi_last_error(void);
+
+/* logits [rows, vocabulary]; entropy, confidence (largest probability) and token (its lowest index) are [rows], each
+ * may be NULL. A row with NaN or +inf, or of -inf only, is NaN in entropy and confidence. */
+MDMI_API int mdmi_token_stats(const float* logits, int64_t rows, int64_t vocabulary, float* entropy, float* confidence,
+                              int64_t* token, int threads);
+
+/* Greedy: cost_i = entropy_weight H_i + lam sum of max(mi[i, j], 0) over the chosen j, while the costs fit gamma
+ * [batch]; one position of every row is always taken. entropy [batch, n], mi [batch, n, n], selected [batch, n] 0 or 1,
+ * spent [batch]. At most `limit` positions a row, or MDMI_NO_LIMIT. */
+MDMI_API int mdmi_select_budget(int64_t batch, int64_t n, const float* entropy, const float* mi, const uint8_t* mask,
+                                const double* gamma, double lam, double entropy_weight, int order, int64_t limit,
+                                uint8_t* selected, double* spent, int threads);
+
+/* By entropy, ascending: a position joins if max(mi[i, j], mi[j, i]) < tau for every chosen j. */
+MDMI_API int mdmi_select_threshold(int64_t batch, int64_t n, const float* entropy, const float* mi, const uint8_t* mask,
+                                   double tau, int64_t limit, uint8_t* selected, double* spent, int threads);
+
+/* group [batch, n]: few groups without a pair of max(mi[i, j], mi[j, i]) >= tau, numbered from 0; -1 where not masked.
+ */
+MDMI_API int mdmi_color(int64_t batch, int64_t n, const float* mi, const uint8_t* mask, double tau, int64_t* group,
+                        int threads);
+
+/* The network of mdmi_score_pairs: z = relu(u_i + v_j) or u_i * v_j, then z = relu(z W + b) for each layer, then
+ * activation(z w_out + b_out). widths holds n_layers + 1 numbers: of u and v, and of every layer; weights[k] is
+ * [widths[k], widths[k + 1]], biases[k] [widths[k + 1]], w_out [widths[n_layers]]. Weights are copied. NULL on failure.
+ */
+typedef struct mdmi_network mdmi_network;
+MDMI_API mdmi_network* mdmi_network_new(int64_t n_layers, const int64_t* widths, const float* const* weights,
+                                        const float* const* biases, const float* w_out, float b_out);
+MDMI_API void mdmi_network_free(mdmi_network* network);
+
+/* u and v [batch, n, widths[0]]; scores [batch, n, n]: 0 on the diagonal and where an end is not masked. */
+MDMI_API int mdmi_score_pairs(const mdmi_network* network, int64_t batch, int64_t n, const float* u, const float* v,
+                              const uint8_t* mask, int symmetry, int combine, int activation, float* scores,
+                              int threads);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MDMI_FAST_H_ */

@@ -1,0 +1,264 @@
+"""`mdmi-fast decode` and `mdmi-fast tune` at work: options of single lines, streams, interruptions, chosen policies."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mdmi_fast.cli import main
+from mdmi_fast.models import MaskedOutput
+from mdmi_fast.tasks.sudoku.puzzles import format_line, validation_puzzles
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+class FourTokens:
+    """Likes 1 best, then 2, 3, 0; 4 is the mask, and is liked most."""
+
+    mask_token_id, vocab_size, hidden_size = 4, 5, 1
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        logits = torch.tensor([0.05, 0.4, 0.1, 0.07, 0.38]).log().expand(*tokens.shape, 5)
+        return MaskedOutput(logits, torch.zeros(*tokens.shape, 1))
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def load(name: str) -> Any:
+        return FourTokens()
+
+    monkeypatch.setattr("mdmi_fast.models.load_model", load)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def lines_of(*records: Any) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+DECODE = ("decode", "--model", "any", "--policy", "topk:1")
+
+
+def test_a_line_may_set_options_for_itself(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    records = [
+        {"tokens": [4, 4, 4]},
+        {"tokens": [4, 4, 4], "options": {"suppressed": [1]}},
+        {"tokens": [4, 4, 4], "options": {"allowed": {"1": [0], "2": [2, 3]}}},
+        {"tokens": [4, 4, 4], "options": {"stop_tokens": [1]}},
+        {"tokens": [4] * 30, "options": {"temperature": 1.0, "seed": 7, "gumbel": True}},
+        {"tokens": [4] * 30, "options": {"temperature": 1, "top_k": 2, "top_p": 0.9}},
+        {"tokens": [4] * 30, "options": {"seed": 7, "temperature": 1.0, "gumbel": True}},
+        {"tokens": [4, 4], "options": {"block_size": 1, "verify": True, "remask_below": 0.9, "revisions": 2}},
+    ]
+    data.write_text(lines_of(*records))
+    code, out, err = run(*DECODE, "--data", data, "--batch-size", 3)
+    assert code == 0, err
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [row["tokens"] for row in found[:4]] == [[1, 1, 1], [2, 2, 2], [1, 0, 2], [1, 1, 1]]
+    assert [row["passes"] for row in found[:4]] == [3, 3, 3, 1]
+    assert found[4]["tokens"] == found[6]["tokens"]
+    assert len(set(found[4]["tokens"])) > 1
+    assert set(found[5]["tokens"]) == {1, 2}
+    assert found[7]["passes"] == 6  # 2 each time, and all of it again twice
+    assert [row.get("options") for row in found] == [record.get("options") for record in records]
+
+
+def test_options_hold_for_lines_that_do_not_set_them(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(lines_of({"tokens": [4, 4]}, {"tokens": [4, 4], "options": {"suppressed": [2]}}))
+    out = run(*DECODE, "--data", data, "--suppress", 1, 0)[1]
+    assert [json.loads(line)["tokens"] for line in out.splitlines()] == [[2, 2], [1, 1]]
+    assert json.loads(run(*DECODE, "--data", data, "--stop", 1)[1].splitlines()[0])["passes"] == 1
+    code, _, err = run(*DECODE, "--data", data, "--top-p", 2)
+    assert (code, err) == (1, "mdmi-fast decode: decode: top_p must lie in (0, 1], got 2.0\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (3, '"options" must be an object with some of temperature, top_k'),
+        ({"heat": 1}, '"options" must be an object with some of temperature, top_k'),
+        ({"temperature": "hot"}, "option 'temperature' cannot be 'hot'"),
+        ({"top_k": True}, "option 'top_k' cannot be True"),
+        ({"seed": 2**63}, "option 'seed' cannot be"),
+        ({"allowed": {"x": [1]}}, "option 'allowed' cannot be"),
+        ({"allowed": {"2": [1]}}, "option 'allowed' must name positions below 2 and tokens below 5"),
+        ({"allowed": {"1": [5]}}, "option 'allowed' must name positions below 2"),
+    ],
+)
+def test_options_that_make_no_sense_are_named_with_their_line(
+    run: Run, tmp_path: Path, options: Any, message: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(lines_of({"tokens": [4]}, {"tokens": [4, 4], "options": options}))
+    code, out, err = run(*DECODE, "--data", data)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"{data}:2: {message}")
+
+
+def test_standard_input_is_decoded_as_it_comes() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "mdmi_fast",
+        "decode",
+        "--model",
+        "sudoku",
+        "--policy",
+        "topk:81",
+        "--batch-size",
+        "1",
+    ]
+    line = json.dumps({"tokens": [0] * 81})
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as decoding:
+        assert decoding.stdin is not None
+        assert decoding.stdout is not None
+        for _ in range(3):  # an answer to each before the next is asked
+            decoding.stdin.write(line + "\n")
+            decoding.stdin.flush()
+            assert json.loads(decoding.stdout.readline())["passes"] == 1
+        decoding.send_signal(signal.SIGINT)
+        out, err = decoding.communicate(timeout=60)
+    assert (decoding.returncode, out, err) == (130, "", "mdmi-fast decode: interrupted\n")
+
+
+def test_an_interruption_leaves_whole_lines_only() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "mdmi_fast",
+        "decode",
+        "--model",
+        "sudoku",
+        "--policy",
+        "topk:9",
+        "--batch-size",
+        "1",
+    ]
+    source = "while True: print('{\"tokens\": [' + '0, ' * 80 + '0]}')"
+    with (
+        subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as endless,
+        subprocess.Popen(
+            command, stdin=endless.stdout, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as decoding,
+    ):
+        assert decoding.stdout is not None
+        first = decoding.stdout.readline()
+        decoding.send_signal(signal.SIGINT)
+        rest, _ = decoding.communicate(timeout=60)
+        endless.kill()
+    assert decoding.returncode == 130
+    for line in (first + rest).splitlines(keepends=True):
+        assert line.endswith("\n")
+        assert json.loads(line)["passes"] == 9
+
+
+def test_streams_and_files_decode_alike(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = lines_of(*({"tokens": [4] * (1 + number % 3)} for number in range(7)), {"tokens": [1]})
+    data, trace = tmp_path / "data.jsonl", tmp_path / "trace.jsonl"
+    data.write_text(text)
+    drawn = (*DECODE, "--temperature", 1, "--seed", 3, "--trace", trace)
+    whole = run(*drawn, "--data", data)[1]
+    story = trace.read_text()
+    for size in (1, 2, 100):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert run(*drawn, "--batch-size", size)[1] == whole
+        assert trace.read_text() == story
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert run(*drawn, "--batch-size", 2, "--limit", 3)[1] == "".join(whole.splitlines(keepends=True)[:3])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text + "x\n"))
+    code, out, err = run(*drawn, "--batch-size", 4)
+    assert (code, out) == (1, whole)
+    assert err.startswith("<stdin>:9: not JSON")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    assert run(*drawn)[2] == "-: holds no sequences\n"
+
+
+# --- tune
+
+
+def test_tune_saves_what_decode_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, choice = tmp_path / "puzzles.txt", tmp_path / "choice.json"
+    boards = validation_puzzles()
+    data.write_text(
+        "".join(format_line(board) + "\n" for board in boards.solutions[:8] * (torch.rand(8, 81) > 0.2).numpy())
+    )
+    tune = [
+        "tune",
+        "--model",
+        "sudoku",
+        "--data",
+        str(data),
+        "--batch-size",
+        "4",
+        "--policies",
+        "topk:4",
+        "mi-budget:0.3",
+    ]
+    assert main([*tune, "--target", "at most 5% loss", "--out", str(choice)]) == 0
+    out = capsys.readouterr().out
+    for text in ("sequential ", "topk:4 ", "mi-budget:0.3 ", "frontier, ", "chosen: mi-budget:0.3"):
+        assert text in out
+    saved = json.loads(choice.read_text())
+    assert saved["policy"] == "mi-budget:0.3"
+    assert (saved["model"], saved["quality"], saved["target"]) == ("sudoku", "valid", {"speedup": None, "loss": 0.05})
+    decode = ["decode", "--model", "sudoku", "--data", str(data)]
+    assert main([*decode, "--policy", str(choice)]) == 0
+    by_file = capsys.readouterr().out
+    assert main([*decode, "--policy", "mi-budget:0.3"]) == 0
+    assert capsys.readouterr().out == by_file
+    assert main([*tune, "--target", "81x"]) == 1
+    assert "no policy meets the target" in capsys.readouterr().out
+
+
+def test_tune_judges_by_the_model_or_by_known_answers(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(lines_of({"tokens": [4, 4, 0], "target": [1, 1, 0]}, {"tokens": [4, 0], "target": [3, 0]}))
+    tune = ("tune", "--model", "any", "--data", data, "--target", "1.4x", "--policies", "topk:2")
+    code, out, err = run(*tune)
+    assert code == 0, err
+    assert "0.4000" in out.splitlines()[1]
+    assert "0.5000" in run(*tune, "--quality", "accuracy")[1].splitlines()[1]
+    data.write_text(lines_of({"tokens": [4, 4], "target": [1]}))
+    assert (
+        run(*tune, "--quality", "accuracy")[2]
+        == f'{data}: accuracy needs "target": [...] as long as "tokens" in every record\n'
+    )
+    data.write_text(lines_of({"tokens": [1, 1]}))
+    assert run(*tune)[2] == f"{data}: holds no sequence with a masked position\n"
+
+
+def test_what_tune_and_decode_cannot_use_is_said(run: Run, tmp_path: Path) -> None:
+    tune = ("tune", "--model", "any", "--data", tmp_path / "x", "--policies", "topk:2")
+    assert "target must be such as" in run(*tune, "--target", "fast")[2]
+    code, _, err = run(*tune, "--target", "4x", "--out", tmp_path / "choice.txt")
+    assert code == 2
+    assert "must end in .json" in err
+    bad = tmp_path / "choice.json"
+    assert f"argument --policy: {bad}: No such file or directory" in run("decode", "--model", "any", "--policy", bad)[2]
+    bad.write_text('{"policy": "topk:0"}')
+    assert "k must be an integer of at least 1" in run("decode", "--model", "any", "--policy", bad)[2]
+    bad.write_text("{}")
+    assert 'expected an object with a "policy"' in run("decode", "--model", "any", "--policy", bad)[2]
