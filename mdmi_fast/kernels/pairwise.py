@@ -1,0 +1,588 @@
+"""A small network on pairs of positions.
+
+A program scores a tile of pairs: it forms the activations of the first layer in registers from a few rows of u and v, as the
+left operand of the products of the dense layers, and writes one number a pair. Activations never reach memory.
+
+Every layout is a list of left positions, a list of right positions, and linear places of the pairs in the result:
+    all pairs   i n + j                 a list holds the masked positions, then -1
+    rows        r n + j                 the left list holds the rows
+    band        i 2w + j + w            pairs with |i - j| <= w only; this is entry [i, w + j - i] of [n, 2w + 1]
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mdmi_fast.kernels import _common, _launches
+from mdmi_fast.kernels._common import INTERPRETED, dot
+
+Gradients = tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]
+
+
+# --- lists of positions
+
+
+@triton.jit(do_not_specialize=["n", "mask_b"])
+def _positions_kernel(mask_ptr, positions_ptr, n, mask_b, mask_n, BLOCK: tl.constexpr):
+    """The masked positions of a sequence, ascending, then -1."""
+    b = tl.program_id(0).to(tl.int64)
+    found = 0
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        masked = tl.load(mask_ptr + b * mask_b + i.to(tl.int64) * mask_n, mask=i < n, other=0).to(tl.int32)
+        place = found + tl.cumsum(masked, 0) - 1
+        tl.store(positions_ptr + b * n + place, i, mask=masked != 0)
+        found += tl.sum(masked, 0)
+    for start in range(found, n, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tl.store(positions_ptr + b * n + place, -1, mask=place < n)
+
+
+@triton.jit
+def _listed(list_ptr, place, n_list):
+    """Positions at some places of a list, -1 at places outside; no list: the places themselves."""
+    inside = (place >= 0) & (place < n_list)
+    if list_ptr is None:
+        return tl.where(inside, place, -1)
+    return tl.load(list_ptr + place, mask=inside, other=-1)
+
+
+# --- the network on a tile of pairs
+
+
+@triton.jit
+def _load_half(x_ptr, stride, position, columns, n_columns):
+    """Rows of u or v at positions, 0 where the position is -1."""
+    inside = (position >= 0)[:, None] & (columns < n_columns)[None, :]
+    return tl.load(x_ptr + position.to(tl.int64)[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _combined(left, right, OPERAND: tl.constexpr, ADD: tl.constexpr):
+    """Activations [I * J, K] of the combined halves [I, K] and [J, K], in the dtype of the products."""
+    if INTERPRETED or left.dtype != OPERAND:  # the interpreter adds the raw bits of bfloat16
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    if ADD:
+        z = tl.maximum(left[:, None, :] + right[None, :, :], 0.0)
+    else:
+        z = left[:, None, :] * right[None, :, :]
+    return tl.reshape(z, (left.shape[0] * right.shape[0], left.shape[1])).to(OPERAND)
+
+
+@triton.jit
+def _load_weights(w_ptr, rows, columns, N_IN: tl.constexpr, N_OUT: tl.constexpr):
+    """A tile of a matrix [N_IN, N_OUT], 0 outside."""
+    inside = (rows < N_IN)[:, None] & (columns < N_OUT)[None, :]
+    return tl.load(w_ptr + rows[:, None] * N_OUT + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_vector(x_ptr, columns, N: tl.constexpr):
+    return tl.load(x_ptr + columns, mask=columns < N, other=0.0)
+
+
+@triton.jit
+def _first_layer(
+    left_ptr,
+    right_ptr,
+    left_row,
+    right_row,
+    left,
+    right,
+    w_ptr,
+    b_ptr,
+    columns,
+    ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    H1: tl.constexpr,
+    H2: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """relu(z W + b) [I * J, columns] in float32. Columns behind H2 are 0: so are their weights and biases."""
+    acc = tl.zeros((left.shape[0] * right.shape[0], columns.shape[0]), tl.float32)
+    for start in range(0, H1, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        w = _load_weights(w_ptr, k, columns, H1, H2)
+        z = _combined(
+            _load_half(left_ptr, left_row, left, k, H1), _load_half(right_ptr, right_row, right, k, H1), w.dtype, ADD
+        )
+        acc = dot(z, w, acc, PRECISION)
+    return tl.maximum(acc + _load_vector(b_ptr, columns, H2)[None, :], 0.0)
+
+
+@triton.jit
+def _score(
+    left_ptr,
+    right_ptr,
+    left_row,
+    right_row,
+    left,
+    right,
+    w1_ptr,
+    b1_ptr,
+    w2_ptr,
+    b2_ptr,
+    w_out_ptr,
+    b_out_ptr,
+    ADD: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    H1: tl.constexpr,
+    H2: tl.constexpr,
+    H3: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """f [I, J] of positions left [I] and right [J]. H2 and H3 are 0 where the network has no such layer."""
+    N_PAIRS: tl.constexpr = left.shape[0] * right.shape[0]
+    f = tl.zeros((N_PAIRS,), tl.float32)
+    if H2 == 0:
+        for start in range(0, H1, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            z = _combined(
+                _load_half(left_ptr, left_row, left, k, H1),
+                _load_half(right_ptr, right_row, right, k, H1),
+                tl.float32,
+                ADD,
+            )
+            f += tl.sum(z * _load_vector(w_out_ptr, k, H1)[None, :], 1)
+    elif H3 == 0:
+        for start in range(0, H2, BLOCK_N):
+            columns = start + tl.arange(0, BLOCK_N)
+            z = _first_layer(
+                left_ptr,
+                right_ptr,
+                left_row,
+                right_row,
+                left,
+                right,
+                w1_ptr,
+                b1_ptr,
+                columns,
+                ADD,
+                PRECISION,
+                H1,
+                H2,
+                BLOCK_K,
+            )
+            f += tl.sum(z * _load_vector(w_out_ptr, columns, H2)[None, :], 1)
+    else:
+        for start in range(0, H3, BLOCK_L):
+            last = start + tl.arange(0, BLOCK_L)
+            acc = tl.zeros((N_PAIRS, BLOCK_L), tl.float32)
+            for middle in range(0, H2, BLOCK_N):
+                columns = middle + tl.arange(0, BLOCK_N)
+                z = _first_layer(
+                    left_ptr,
+                    right_ptr,
+                    left_row,
+                    right_row,
+                    left,
+                    right,
+                    w1_ptr,
+                    b1_ptr,
+                    columns,
+                    ADD,
+                    PRECISION,
+                    H1,
+                    H2,
+                    BLOCK_K,
+                )
+                w = _load_weights(w2_ptr, columns, last, H2, H3)
+                acc = dot(z.to(w.dtype), w, acc, PRECISION)
+            z = tl.maximum(acc + _load_vector(b2_ptr, last, H3)[None, :], 0.0)
+            f += tl.sum(z * _load_vector(w_out_ptr, last, H3)[None, :], 1)
+    f += tl.load(b_out_ptr)
+    if SOFTPLUS:
+        f = tl.maximum(f, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(f)))
+    return tl.reshape(f, (left.shape[0], right.shape[0]))
+
+
+# --- scores
+
+
+@triton.jit
+def _triangle_tile(program, n_tiles):
+    """Row and column >= row of tile number `program` of the upper triangle of n_tiles x n_tiles tiles.
+
+    Row a and row n - a of the triangle of an odd n have n tiles together and are one line of a rectangle; an even n is the
+    odd n + 1 without its diagonal.
+    """
+    even = 1 - n_tiles % 2
+    width = n_tiles + even
+    a, b = program // width + even, program % width
+    below = b < a
+    row = tl.where(below, n_tiles - a, a - even)
+    return row, tl.where(below, n_tiles - a + b, b - even)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "n",
+        "n_left",
+        "n_programs",
+        "tiles_j",
+        "window",
+        "u_batch",
+        "v_batch",
+        "out_batch",
+        "out_i",
+        "out_first",
+    ]
+)
+def _pairwise_mlp_fwd_kernel(
+    u_ptr,
+    v_ptr,
+    w1_ptr,
+    b1_ptr,
+    w2_ptr,
+    b2_ptr,
+    w_out_ptr,
+    b_out_ptr,
+    rows_ptr,
+    positions_ptr,
+    out_ptr,
+    n,
+    n_left,
+    n_programs,
+    tiles_j,
+    window,
+    u_batch,
+    u_row,
+    v_batch,
+    v_row,
+    out_batch,
+    out_i,
+    out_first,
+    ADD: tl.constexpr,
+    MEAN: tl.constexpr,
+    UPPER: tl.constexpr,
+    MIRROR: tl.constexpr,
+    BAND: tl.constexpr,
+    SOFTPLUS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    H1: tl.constexpr,
+    H2: tl.constexpr,
+    H3: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """One tile of pairs of one sequence; n_programs a sequence. MEAN and UPPER: the symmetry, where it takes both directions;
+    MIRROR: only pairs i < j are scored, and written twice."""
+    b = tl.program_id(0).to(tl.int64) // n_programs
+    program = tl.program_id(0) % n_programs
+    if BAND:
+        first_i = program // tiles_j * BLOCK_I
+        first_j = first_i + program % tiles_j * BLOCK_J
+        if not MIRROR:
+            first_j -= window
+    elif MIRROR:
+        SIDE: tl.constexpr = BLOCK_I if BLOCK_I > BLOCK_J else BLOCK_J
+        IN_SIDE: tl.constexpr = (SIDE // BLOCK_I) * (SIDE // BLOCK_J)
+        row, column = _triangle_tile(program // IN_SIDE, tiles_j)
+        inner = program % IN_SIDE
+        first_i = row * SIDE + inner // (SIDE // BLOCK_J) * BLOCK_I
+        first_j = column * SIDE + inner % (SIDE // BLOCK_J) * BLOCK_J
+    else:
+        first_i = program // tiles_j * BLOCK_I
+        first_j = program % tiles_j * BLOCK_J
+    place = first_i + tl.arange(0, BLOCK_I)
+    if positions_ptr is not None:
+        positions_ptr += b * n
+    if rows_ptr is None:
+        left = _listed(positions_ptr, place, n)
+        out_row = left.to(tl.int64)
+    else:
+        left = _listed(rows_ptr + b * n_left, place, n_left)
+        out_row = place.to(tl.int64)
+    right = _listed(positions_ptr, first_j + tl.arange(0, BLOCK_J), n)
+    keep = (left >= 0)[:, None] & (right >= 0)[None, :]
+    if MIRROR:
+        keep &= left[:, None] < right[None, :]
+    else:
+        keep &= left[:, None] != right[None, :]
+    if BAND:
+        keep &= tl.abs(left[:, None] - right[None, :]) <= window
+    if tl.max(keep.to(tl.int32)) == 0:  # behind the last masked position
+        return
+    u_ptr += b * u_batch
+    v_ptr += b * v_batch
+    f = _score(
+        u_ptr,
+        v_ptr,
+        u_row,
+        v_row,
+        left,
+        right,
+        w1_ptr,
+        b1_ptr,
+        w2_ptr,
+        b2_ptr,
+        w_out_ptr,
+        b_out_ptr,
+        ADD,
+        SOFTPLUS,
+        PRECISION,
+        H1,
+        H2,
+        H3,
+        BLOCK_K,
+        BLOCK_N,
+        BLOCK_L,
+    )
+    if MEAN or UPPER:
+        f_back = _score(
+            v_ptr,
+            u_ptr,
+            v_row,
+            u_row,
+            left,
+            right,
+            w1_ptr,
+            b1_ptr,
+            w2_ptr,
+            b2_ptr,
+            w_out_ptr,
+            b_out_ptr,
+            ADD,
+            SOFTPLUS,
+            PRECISION,
+            H1,
+            H2,
+            H3,
+            BLOCK_K,
+            BLOCK_N,
+            BLOCK_L,
+        )
+        f = (f + f_back) / 2 if MEAN else tl.where(left[:, None] < right[None, :], f, f_back)
+    out_ptr += b * out_batch + out_first
+    out_column = right.to(tl.int64)
+    tl.store(out_ptr + out_row[:, None] * out_i + out_column[None, :], f, mask=keep)
+    if MIRROR:
+        tl.store(out_ptr + out_column[None, :] * out_i + out_row[:, None], f, mask=keep)
+
+
+# --- gradients.  e_ij: the gradient at f_ij before activation and symmetry, 0 where there is no pair.
+
+
+@triton.jit
+def _load_e(e_ptr, left, right, e_i, e_j, window, BAND: tl.constexpr):
+    """e [I, J] of positions left and right."""
+    keep = (left >= 0)[:, None] & (right >= 0)[None, :]
+    if BAND:
+        keep &= tl.abs(left[:, None] - right[None, :]) <= window
+    return tl.load(
+        e_ptr + left.to(tl.int64)[:, None] * e_i + right.to(tl.int64)[None, :] * e_j, mask=keep, other=0.0
+    )
+
+
+@triton.jit
+def _through_halves(dz, left, right, ADD: tl.constexpr):
+    """The gradient [I, K] of the left half [I, K] from that of the combined halves [I * J, K], summed over the right."""
+    left = left.to(tl.float32)[:, None, :]
+    right = right.to(tl.float32)[None, :, :]
+    dz = tl.reshape(dz, (left.shape[0], right.shape[1], left.shape[2]))
+    return tl.sum(tl.where(left + right > 0, dz, 0.0) if ADD else dz * right, 1)
+
+
+_BACKWARD_VARYING = ["n_left", "n_right", "window", "x_batch", "y_batch", "e_batch", "e_i", "e_j"]
+
+
+@triton.jit(do_not_specialize=[*_BACKWARD_VARYING, "n_batch", "tiles_i", "tiles_j", "tiles_each"])
+def _pairwise_mlp_bwd_half_kernel(
+    x_ptr,
+    y_ptr,
+    w1_ptr,
+    b1_ptr,
+    w_out_ptr,
+    left_ptr,
+    right_ptr,
+    e_ptr,
+    dx_ptr,
+    n_batch,
+    n_left,
+    n_right,
+    tiles_i,
+    tiles_j,
+    tiles_each,
+    window,
+    x_batch,
+    x_row,
+    y_batch,
+    y_row,
+    e_batch,
+    e_i,
+    e_j,
+    ADD: tl.constexpr,
+    BAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    H1: tl.constexpr,
+    H2: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dx [part, b, position, H1] of BLOCK_I left positions, from the part's tiles_each tiles of right positions.
+
+    No other program writes these rows, so they are added to where they lie, in a fixed order.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    part = program // (n_batch * tiles_i)
+    b = program // tiles_i % n_batch
+    place = (program % tiles_i).to(tl.int32) * BLOCK_I + tl.arange(0, BLOCK_I)
+    if left_ptr is not None:
+        left_ptr += b * n_left
+    if right_ptr is not None:
+        right_ptr += b * n_right
+    left = _listed(left_ptr, place, n_left)
+    x_ptr += b * x_batch
+    y_ptr += b * y_batch
+    e_ptr += b * e_batch
+    dx_ptrs = dx_ptr + (part * n_batch + b) * n_left * H1 + left.to(tl.int64)[:, None] * H1
+    first_tile = part.to(tl.int32) * tiles_each
+    for tile in range(first_tile, tl.minimum(first_tile + tiles_each, tiles_j)):
+        right = _listed(right_ptr, tile * BLOCK_J + tl.arange(0, BLOCK_J), n_right)
+        e = _load_e(e_ptr, left, right, e_i, e_j, window, BAND)
+        if tl.max((e != 0).to(tl.int32)) > 0:
+            e = tl.reshape(e, (BLOCK_I * BLOCK_J,))
+            # without a dense layer: one round, with the gradient of the output layer itself
+            for start in range(0, H2 if H2 > 0 else 1, BLOCK_N):
+                columns = start + tl.arange(0, BLOCK_N)
+                if H2 > 0:
+                    z = _first_layer(
+                        x_ptr,
+                        y_ptr,
+                        x_row,
+                        y_row,
+                        left,
+                        right,
+                        w1_ptr,
+                        b1_ptr,
+                        columns,
+                        ADD,
+                        PRECISION,
+                        H1,
+                        H2,
+                        BLOCK_K,
+                    )
+                    dz = tl.where(z > 0, e[:, None] * _load_vector(w_out_ptr, columns, H2)[None, :], 0.0)
+                    dz = dz.to(w1_ptr.dtype.element_ty)
+                for first_k in range(0, H1, BLOCK_K):
+                    k = first_k + tl.arange(0, BLOCK_K)
+                    if H2 > 0:
+                        w = _load_weights(w1_ptr, k, columns, H1, H2)
+                        dz0 = dot(dz, tl.trans(w), tl.zeros((BLOCK_I * BLOCK_J, BLOCK_K), tl.float32), PRECISION)
+                    else:
+                        dz0 = e[:, None] * _load_vector(w_out_ptr, k, H1)[None, :]
+                    x = _load_half(x_ptr, x_row, left, k, H1)
+                    y = _load_half(y_ptr, y_row, right, k, H1)
+                    inside = (left >= 0)[:, None] & (k < H1)[None, :]
+                    dx = tl.load(dx_ptrs + k[None, :], mask=inside, other=0.0) + _through_halves(dz0, x, y, ADD)
+                    tl.store(dx_ptrs + k[None, :], dx, mask=inside)
+            tl.debug_barrier()  # other threads of the program read these sums in the next round
+
+
+@triton.jit(do_not_specialize=[*_BACKWARD_VARYING, "n_tiles", "tiles_i", "tiles_j", "n_parts"])
+def _pairwise_mlp_bwd_weights_kernel(
+    x_ptr,
+    y_ptr,
+    w1_ptr,
+    b1_ptr,
+    w_out_ptr,
+    left_ptr,
+    right_ptr,
+    e_ptr,
+    dw1_ptr,
+    db1_ptr,
+    dw_out_ptr,
+    n_tiles,
+    n_left,
+    n_right,
+    tiles_i,
+    tiles_j,
+    n_parts,
+    window,
+    x_batch,
+    x_row,
+    y_batch,
+    y_row,
+    e_batch,
+    e_i,
+    e_j,
+    ADD: tl.constexpr,
+    BAND: tl.constexpr,
+    PRECISION: tl.constexpr,
+    H1: tl.constexpr,
+    H2: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Program (tile of the matrix, part): dW1 [part, H1, H2], db1 and dw_out from every n_parts-th tile of pairs.
+
+    BLOCK_M inputs and BLOCK_N outputs of the layer are the program's; without a layer, BLOCK_M entries of w_out.
+    """
+    part = tl.program_id(0) % n_parts
+    block = tl.program_id(0) // n_parts
+    N_BLOCKS: tl.constexpr = (H1 + BLOCK_M - 1) // BLOCK_M
+    rows = block % N_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = block // N_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
+    dw1 = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    db1 = tl.zeros((BLOCK_N,), tl.float32)
+    dw_out = tl.zeros((BLOCK_N if H2 > 0 else BLOCK_M,), tl.float32)
+    for tile in range(part, n_tiles, n_parts):
+        b = tl.cast(tile // (tiles_i * tiles_j), tl.int64)
+        place_i = tile // tiles_j % tiles_i * BLOCK_I + tl.arange(0, BLOCK_I)
+        place_j = tile % tiles_j * BLOCK_J + tl.arange(0, BLOCK_J)
+        left = _listed(left_ptr if left_ptr is None else left_ptr + b * n_left, place_i, n_left)
+        right = _listed(right_ptr if right_ptr is None else right_ptr + b * n_right, place_j, n_right)
+        e = _load_e(e_ptr + b * e_batch, left, right, e_i, e_j, window, BAND)
+        if tl.max((e != 0).to(tl.int32)) > 0:
+            e = tl.reshape(e, (BLOCK_I * BLOCK_J,))
+            x_b, y_b = x_ptr + b * x_batch, y_ptr + b * y_batch
+            x = _load_half(x_b, x_row, left, rows, H1)
+            y = _load_half(y_b, y_row, right, rows, H1)
+            if H2 > 0:
+                z0 = _combined(x, y, w1_ptr.dtype.element_ty, ADD)
+                z = _first_layer(
+                    x_b,
+                    y_b,
+                    x_row,
+                    y_row,
+                    left,
+                    right,
+                    w1_ptr,
+                    b1_ptr,
+                    columns,
+                    ADD,
+                    PRECISION,
+                    H1,
+                    H2,
+                    BLOCK_K,
+                )
+                dz = tl.where(z > 0, e[:, None] * _load_vector(w_out_ptr, columns, H2)[None, :], 0.0)
+                dw1 = dot(tl.trans(z0), dz.to(z0.dtype), dw1, PRECISION)
+                db1 += tl.sum(dz, 0)
+                dw_out += tl.sum(z * e[:, None], 0)
+            else:
+                dw_out += tl.sum(_combined(x, y, tl.float32, ADD) * e[:, None], 0)
+    part = part.to(tl.int64)
+    if H2 > 0:
+        inside = (rows < H1)[:, None] & (columns < H2)[None, :]
+        tl.store(dw1_ptr + part * H1 * H2 + rows[:, None] * H2 + columns[None, :], dw1, mask=inside)
+        if block % N_BLOCKS == 0:
+            tl.store(db1_ptr + part * H2 + columns, db1, mask=columns < H2)
+            tl.store(dw_out_ptr + part * H2 + columns, dw_out, mask=columns < H2)
+    else:
+        tl.store(dw_out_ptr + part * H1 + rows, dw_out, mask=rows < H1)
