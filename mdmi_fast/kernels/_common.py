@@ -107,6 +107,17 @@ def row_offset(row, n_inner, stride_outer, stride_inner):
 
 
 @triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """x to the nearest number of a dtype."""
+    if INTERPRETED and DTYPE == tl.bfloat16:  # to which the interpreter truncates
+        x = x.to(tl.float32)
+        bits = x.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b with float32 sums; PRECISION ("ieee" or "tf32") is that of float32 operands."""
     if INTERPRETED:  # which multiplies the raw bits of bfloat16

@@ -19,9 +19,11 @@ class PairTile(NamedTuple):
     tile: Tile
 
 
-HALF, SINGLE = "half", "single"
-"""Precisions alike: bf16 and fp16; tf32 and fp32."""
+LAST_LAYER = 256
+GRADIENT_INPUTS = 128
 
-# (target, precision, whether a layer is wider than 128): tile.
-FORWARD = {}
-BACKWARD = {}
+def forward(device, precision, h1, h2, h3):
+    return PairTile(8, 16, 64, 256 if not h3 else 64, Tile(8, 3)) if precision in ("bf16", "fp16") else PairTile(8, 8, 32, 64, Tile(8, 1))
+
+def backward(device, precision, h1, h2):
+    return PairTile(8, 8, 64, 128, Tile(8, 2)) if precision in ("bf16", "fp16") else PairTile(4, 8, 32, 64, Tile(8, 1))

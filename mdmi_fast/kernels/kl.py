@@ -21,6 +21,7 @@ from mdmi_fast.kernels._common import (
     entropy_of,
     load_logits,
     merge_sums,
+    rounded,
     row_offset,
     row_strides,
     row_tile,
@@ -226,7 +227,7 @@ def _kl_backward_kernel(
         ratio = tl.maximum(shifted_x, LOWEST) - tl.maximum(shifted_y, LOWEST)
         dx = (coefficient / total_p)[:, None] * tl.exp(shifted_x) * (ratio - (cross / total_p)[:, None])
         dx = tl.where(finite[:, None], dx, 0.0)
-        tl.store(dx_ptrs + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=within)
+        tl.store(dx_ptrs + columns[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=within)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -270,7 +271,7 @@ def _kl_base_backward_kernel(
             total_p = tl.load(sums_ptr + 2 * size + k * n_rows + row, mask=inside, other=1.0)[:, None]
             x = load_logits(x_ptrs + k * x_k + columns[None, :] * x_v, within, ACC)
             dy += _silenced(coefficient, q - tl.exp(x - top_p) / total_p)
-        tl.store(dy_ptr + row[:, None] * n_v + columns[None, :], dy.to(dy_ptr.dtype.element_ty), mask=within)
+        tl.store(dy_ptr + row[:, None] * n_v + columns[None, :], rounded(dy, dy_ptr.dtype.element_ty), mask=within)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -407,7 +408,7 @@ def _mixture_backward_kernel(
         slope = tl.load(slope_ptrs + columns[None, :], mask=within, other=0.0)
         dx = (weight * grad / total)[:, None] * tl.exp(x - top[:, None]) * (slope - (mean / total)[:, None])
         dx = tl.where(counts[:, None], dx, 0.0)
-        tl.store(dx_ptrs + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=within)
+        tl.store(dx_ptrs + columns[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=within)
 
 
 def _views(lead: torch.Size, logits: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:

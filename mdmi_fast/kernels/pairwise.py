@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mdmi_fast.kernels import _common, _launches
-from mdmi_fast.kernels._common import INTERPRETED, dot
+from mdmi_fast.kernels._common import INTERPRETED, dot, rounded
 
 Gradients = tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]
 
@@ -70,7 +70,7 @@ def _combined(left, right, OPERAND: tl.constexpr, ADD: tl.constexpr):
         z = tl.maximum(left[:, None, :] + right[None, :, :], 0.0)
     else:
         z = left[:, None, :] * right[None, :, :]
-    return tl.reshape(z, (left.shape[0] * right.shape[0], left.shape[1])).to(OPERAND)
+    return rounded(tl.reshape(z, (left.shape[0] * right.shape[0], left.shape[1])), OPERAND)
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def _score(
                     BLOCK_K,
                 )
                 w = _load_weights(w2_ptr, columns, last, H2, H3)
-                acc = dot(z.to(w.dtype), w, acc, PRECISION)
+                acc = dot(rounded(z, w.dtype), w, acc, PRECISION)
             z = tl.maximum(acc + _load_vector(b2_ptr, last, H3)[None, :], 0.0)
             f += tl.sum(z * _load_vector(w_out_ptr, last, H3)[None, :], 1)
     f += tl.load(b_out_ptr)
@@ -475,7 +475,7 @@ def _pairwise_mlp_bwd_half_kernel(
                         BLOCK_K,
                     )
                     dz = tl.where(z > 0, e[:, None] * _load_vector(w_out_ptr, columns, H2)[None, :], 0.0)
-                    dz = dz.to(w1_ptr.dtype.element_ty)
+                    dz = rounded(dz, w1_ptr.dtype.element_ty)
                 for first_k in range(0, H1, BLOCK_K):
                     k = first_k + tl.arange(0, BLOCK_K)
                     if H2 > 0:
@@ -572,7 +572,7 @@ def _pairwise_mlp_bwd_weights_kernel(
                     BLOCK_K,
                 )
                 dz = tl.where(z > 0, e[:, None] * _load_vector(w_out_ptr, columns, H2)[None, :], 0.0)
-                dw1 = dot(tl.trans(z0), dz.to(z0.dtype), dw1, PRECISION)
+                dw1 = dot(tl.trans(z0), rounded(dz, z0.dtype), dw1, PRECISION)
                 db1 += tl.sum(dz, 0)
                 dw_out += tl.sum(z * e[:, None], 0)
             else:
@@ -586,3 +586,510 @@ def _pairwise_mlp_bwd_weights_kernel(
             tl.store(dw_out_ptr + part * H2 + columns, dw_out, mask=columns < H2)
     else:
         tl.store(dw_out_ptr + part * H1 + rows, dw_out, mask=rows < H1)
+
+
+# --- launching
+
+MAX_LAYERS = 2
+_MASK_BLOCK = 1024
+_OPERAND = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
+    """Why this backend cannot run a call."""
+    reasons = []
+    if any(x.dtype == torch.float64 for x in tensors):
+        reasons.append("scores pairs in float32, got float64")
+    # u, v, w_out and b_out, and two tensors a layer
+    n_layers, most = (len(tensors) - 4) // 2, 1 if op.endswith("_backward") else MAX_LAYERS
+    if op.startswith("pairwise_mlp") and n_layers > most:
+        reasons.append(f"{op} has at most {most} dense layers, got {n_layers}")
+    return reasons
+
+
+@dataclass(frozen=True)
+class Network:
+    """The weights in the dtype of the products, the vectors in float32, all contiguous."""
+
+    weights: list[Tensor]
+    biases: list[Tensor]
+    w_out: Tensor
+    b_out: Tensor
+    precision: str
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """H1, H2 and H3; 0 where there is no such layer."""
+        outs = [w.shape[1] for w in self.weights] + [0, 0]
+        return (self.weights[0].shape[0] if self.weights else self.w_out.shape[0]), outs[0], outs[1]
+
+    @property
+    def pointers(self) -> tuple[Tensor | None, ...]:
+        """What kernels take: the weights and biases of two layers, w_out and b_out."""
+        layers = [t for layer in zip(self.weights, self.biases, strict=True) for t in layer]
+        return (*layers, *[None] * (4 - len(layers)), self.w_out, self.b_out)
+
+    @property
+    def input_precision(self) -> str:
+        return "tf32" if self.precision == "tf32" else "ieee"
+
+
+def prepare_pairwise(
+    weights: list[Tensor], biases: list[Tensor], w_out: Tensor, b_out: Tensor, precision: str
+) -> Network:
+    operand = _OPERAND[precision]
+    return Network(
+        [w.to(operand).contiguous() for w in weights],
+        [b.float().contiguous() for b in biases],
+        w_out.float().contiguous(),
+        b_out.float(),
+        precision,
+    )
+
+
+@dataclass(frozen=True)
+class _Halves:
+    """u and v of one dtype with rows in one piece."""
+
+    u: Tensor
+    v: Tensor
+    same: bool
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        return self.u.stride(0), self.u.stride(1), self.v.stride(0), self.v.stride(1)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _halves(u: Tensor, v: Tensor) -> _Halves:
+    same = u.data_ptr() == v.data_ptr() and u.stride() == v.stride() and u.dtype == v.dtype
+    if u.dtype != v.dtype:
+        u, v = u.float(), v.float()
+    u = _in_rows(u)
+    return _Halves(u, u if same else _in_rows(v), same)
+
+
+def _positions(mask: Tensor | None) -> Tensor | None:
+    """The masked positions of every sequence [B, N] int32, ascending, then -1; None if all are."""
+    if mask is None:
+        return None
+    positions = torch.empty(mask.shape, dtype=torch.int32, device=mask.device)
+    batch, n = mask.shape
+    args = (mask, positions, n, *mask.stride())
+    _common.launch(_positions_kernel, batch if n else 0, _common.Tile(warps=4), *args, BLOCK=_MASK_BLOCK)
+    return positions
+
+
+def _block(size: int, most: int) -> int:
+    """Of a dimension of a product: a power of two, at least 16."""
+    return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def _score_pairs(
+    halves: _Halves,
+    network: Network,
+    rows: Tensor | None,
+    window: int | None,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+) -> Tensor:
+    """[B, N, N], [B, R, N] if rows [B, R] int32 are given, or [B, N, 2 * window + 1] if a window is."""
+    batch, n, _ = halves.u.shape
+    n_left = n if rows is None else rows.shape[1]
+    result = torch.zeros(
+        (batch, n_left, n if window is None else 2 * window + 1), dtype=torch.float32, device=halves.u.device
+    )
+    if not result.numel() or window == 0:
+        return result
+    h1, h2, h3 = network.widths
+    tile = _launches.forward(halves.u.device, network.precision, h1, h2, h3)
+    mirror = rows is None and (symmetry != "none" or halves.same)
+    tiles_i, tiles_j = triton.cdiv(n_left, tile.i), triton.cdiv(n, tile.j)
+    n_programs = tiles_i * tiles_j
+    if window is not None:
+        tiles_j = triton.cdiv(tile.i + (window if mirror else 2 * window), tile.j)
+        n_programs = tiles_i * tiles_j
+    elif mirror:
+        side = max(tile.i, tile.j)
+        tiles_j = triton.cdiv(n, side)
+        n_programs = tiles_j * (tiles_j + 1) // 2 * (side // tile.i) * (side // tile.j)
+    _common.launch(
+        _pairwise_mlp_fwd_kernel,
+        batch * n_programs,
+        tile.tile,
+        halves.u,
+        halves.v,
+        *network.pointers,
+        rows,
+        _positions(mask),
+        result,
+        n,
+        n_left,
+        n_programs,
+        tiles_j,
+        window or 0,
+        *halves.strides,
+        result.stride(0),
+        n if window is None else 2 * window,
+        window or 0,
+        ADD=combine == "add",
+        MEAN=symmetry == "mean" and not halves.same,
+        UPPER=symmetry == "upper" and not halves.same and not mirror,
+        MIRROR=mirror,
+        BAND=window is not None,
+        SOFTPLUS=activation == "softplus",
+        PRECISION=network.input_precision,
+        H1=h1,
+        H2=h2,
+        H3=h3,
+        BLOCK_I=tile.i,
+        BLOCK_J=tile.j,
+        BLOCK_K=_block(h1, tile.k),
+        BLOCK_N=_block(h2, tile.n),
+        BLOCK_L=_block(h3, _launches.LAST_LAYER),
+    )
+    return result
+
+
+def _masked_rows(rows: Tensor, mask: Tensor | None) -> Tensor:
+    """Rows as int32, those at unmasked positions -1."""
+    if mask is not None and mask.shape[1]:
+        rows = torch.where(mask.gather(1, rows.clamp_min(0)), rows, -1)
+    return rows.to(torch.int32).contiguous()
+
+
+def pairwise_mlp(
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+    prepared: Network | None = None,
+) -> Tensor:
+    network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
+    return _score_pairs(_halves(u, v), network, None, None, mask, combine, symmetry, activation)
+
+
+def pairwise_mlp_rows(
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+    prepared: Network | None = None,
+) -> Tensor:
+    network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
+    return _score_pairs(
+        _halves(u, v), network, _masked_rows(rows, mask), None, mask, combine, symmetry, activation
+    )
+
+
+def pairwise_mlp_band(
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    window: int,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+    prepared: Network | None = None,
+) -> Tensor:
+    network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
+    return _score_pairs(_halves(u, v), network, None, window, mask, combine, symmetry, activation)
+
+
+# Programs that share the rows of one block, and those that share the pairs of one tile of a weight's gradient: their
+# parts are added up afterwards, in order.
+_TILES_A_PART = 16
+_MOST_PARTS = 4
+_WEIGHT_PARTS = 32
+
+
+class _Sums:
+    """The gradients of a network, added up in float32 over directions."""
+
+    def __init__(self, network: Network) -> None:
+        self.weights = [torch.zeros_like(w, dtype=torch.float32) for w in network.weights]
+        self.biases = [torch.zeros_like(b) for b in network.biases]
+        self.w_out, self.b_out = torch.zeros_like(network.w_out), torch.zeros_like(network.b_out)
+
+    def add(
+        self,
+        network: Network,
+        halves: _Halves,
+        left: Tensor | None,
+        right: Tensor | None,
+        e: Tensor,
+        window: int | None,
+        combine: str,
+    ) -> tuple[Tensor, Tensor]:
+        """Adds the gradients of one direction, f_ij of halves.u at left and halves.v at right; returns those of the halves.
+
+        left and right are lists of positions or None; e is [B, left, right], or [B, N, 2 * window + 1].
+        """
+        (batch, n_left, h1), n_right = halves.u.shape, halves.v.shape[1]
+        _, h2, _ = network.widths
+        tile = _launches.backward(halves.u.device, network.precision, h1, h2)
+        blocks = {"BLOCK_I": tile.i, "BLOCK_J": tile.j, "BLOCK_K": _block(h1, tile.k), "BLOCK_N": _block(h2, tile.n)}
+        constants = {
+            "ADD": combine == "add",
+            "BAND": window is not None,
+            "PRECISION": network.input_precision,
+            "H1": h1,
+            "H2": h2,
+            **blocks,
+        }
+        w1, b1, _, _, w_out, _ = network.pointers
+        e_i, e_places = (e.stride(1), e) if window is None else (2 * window, e.view(-1)[window:])
+
+        def half(x, y, x_list, y_list, n_x, n_y, e_strides):
+            tiles_i, tiles_j = triton.cdiv(n_x, tile.i), triton.cdiv(n_y, tile.j)
+            n_parts = min(_MOST_PARTS, triton.cdiv(tiles_j, _TILES_A_PART))
+            dx = torch.zeros((n_parts, batch, n_x, h1), dtype=torch.float32, device=e.device)
+            _common.launch(
+                _pairwise_mlp_bwd_half_kernel,
+                n_parts * batch * tiles_i,
+                tile.tile,
+                x,
+                y,
+                w1,
+                b1,
+                w_out,
+                x_list,
+                y_list,
+                e_places,
+                dx,
+                batch,
+                n_x,
+                n_y,
+                tiles_i,
+                tiles_j,
+                triton.cdiv(tiles_j, n_parts),
+                window or 0,
+                *x.stride()[:2],
+                *y.stride()[:2],
+                e.stride(0),
+                *e_strides,
+                **constants,
+            )
+            return dx.sum(0)
+
+        dx = half(halves.u, halves.v, left, right, n_left, n_right, (e_i, 1))
+        dy = half(halves.v, halves.u, right, left, n_right, n_left, (1, e_i))
+        tiles_i, tiles_j = triton.cdiv(n_left, tile.i), triton.cdiv(n_right, tile.j)
+        n_tiles = batch * tiles_i * tiles_j
+        n_parts = min(_WEIGHT_PARTS, n_tiles)
+        block_m = _block(h1, _launches.GRADIENT_INPUTS)
+        n_blocks = triton.cdiv(h1, block_m) * triton.cdiv(max(h2, 1), blocks["BLOCK_N"])
+        parts = [
+            None if t is None else torch.empty((n_parts, *t.shape), dtype=torch.float32, device=e.device)
+            for t in (w1, b1, w_out)
+        ]
+        _common.launch(
+            _pairwise_mlp_bwd_weights_kernel,
+            n_blocks * n_parts,
+            tile.tile,
+            halves.u,
+            halves.v,
+            w1,
+            b1,
+            w_out,
+            left,
+            right,
+            e_places,
+            *parts,
+            n_tiles,
+            n_left,
+            n_right,
+            tiles_i,
+            tiles_j,
+            n_parts,
+            window or 0,
+            *halves.strides[:2],
+            *halves.strides[2:],
+            e.stride(0),
+            e_i,
+            1,
+            **constants,
+            BLOCK_M=block_m,
+        )
+        for total, part in zip([*self.weights, *self.biases, self.w_out], [p for p in parts if p is not None], strict=True):
+            total += part.sum(0)
+        self.b_out += e.sum()
+        return dx, dy
+
+
+def _kept(mask: Tensor | None, batch: int, rows: Tensor, columns: Tensor, n: int) -> Tensor:
+    """Where a pair of positions rows and columns, -1 .. n or beyond, is scored."""
+    keep = (rows != columns) & (rows >= 0) & (columns >= 0) & (columns < n)
+    if mask is None:
+        return keep.expand(batch, *keep.shape[-2:])
+    masked = torch.nn.functional.pad(mask, (0, 1))
+    b = torch.arange(batch, device=mask.device).view(-1, 1, 1)
+    return keep & masked[b, rows.clamp(-1, n)] & masked[b, columns.clamp(-1, n)]
+
+
+def _through_activation(
+    e: Tensor,
+    halves: _Halves,
+    network: Network,
+    rows: Tensor | None,
+    window: int | None,
+    mask: Tensor | None,
+    combine: str,
+    activation: str,
+) -> Tensor:
+    """e, times the slope of the activation at f."""
+    if activation == "softplus":
+        e = e * _score_pairs(halves, network, rows, window, mask, combine, "none", "identity").sigmoid()
+    return e.contiguous()
+
+
+def _finish(
+    du: Tensor, dv: Tensor, sums: _Sums, u: Tensor, v: Tensor, like: list[Tensor]
+) -> Gradients:
+    """In the dtypes of the operands; like: the weights, biases, w_out and b_out."""
+    totals = [*sums.weights, *sums.biases, sums.w_out, sums.b_out]
+    *layers, d_w_out, d_b_out = (g.to(t.dtype) for g, t in zip(totals, like, strict=True))
+    n_layers = len(sums.weights)
+    return du.to(u.dtype), dv.to(v.dtype), layers[:n_layers], layers[n_layers:], d_w_out, d_b_out
+
+
+def _square_backward(
+    grad: Tensor,
+    u: Tensor,
+    v: Tensor,
+    network: Network,
+    like: list[Tensor],
+    window: int | None,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+) -> Gradients:
+    """Of all pairs, or of a band."""
+    batch, n, _ = u.shape
+    sums = _Sums(network)
+    if not grad.numel() or window == 0:
+        return _finish(torch.zeros_like(u), torch.zeros_like(v), sums, u, v, like)
+    own = torch.arange(n, device=u.device).unsqueeze(1)
+    if window is None:
+        other = own.T
+        transposed = grad.mT
+    else:
+        other = own + torch.arange(-window, window + 1, device=u.device)
+        transposed = grad[:, other.clamp(0, n - 1), window + own - other]
+    if symmetry == "mean":
+        grad = (grad + transposed) / 2
+    elif symmetry == "upper":
+        grad = torch.where(own < other, grad + transposed, 0.0)
+    e = torch.where(_kept(mask, batch, own, other, n), grad, 0.0)
+    halves, positions = _halves(u, v), _positions(mask)
+    e = _through_activation(e, halves, network, None, window, mask, combine, activation)
+    du, dv = sums.add(network, halves, positions, positions, e, window, combine)
+    return _finish(du, dv, sums, u, v, like)
+
+
+def pairwise_mlp_backward(
+    grad: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+) -> Gradients:
+    network = prepare_pairwise(weights, biases, w_out, b_out, precision)
+    like = [*weights, *biases, w_out, b_out]
+    return _square_backward(grad, u, v, network, like, None, mask, combine, symmetry, activation)
+
+
+def pairwise_mlp_band_backward(
+    grad: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    window: int,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+) -> Gradients:
+    network = prepare_pairwise(weights, biases, w_out, b_out, precision)
+    like = [*weights, *biases, w_out, b_out]
+    return _square_backward(grad, u, v, network, like, window, mask, combine, symmetry, activation)
+
+
+def pairwise_mlp_rows_backward(
+    grad: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+) -> Gradients:
+    network = prepare_pairwise(weights, biases, w_out, b_out, precision)
+    like, sums = [*weights, *biases, w_out, b_out], _Sums(network)
+    du, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (u, v))
+    batch, n, h1 = u.shape
+    if not grad.numel():
+        return _finish(du, dv, sums, u, v, like)
+    own = rows.unsqueeze(2)
+    other = torch.arange(n, device=u.device)
+    grad = torch.where(_kept(mask, batch, own, other, n), grad, 0.0)
+    # f of (row, j), and f of (j, row)
+    shares = {
+        "none": (grad, None),
+        "mean": (grad / 2, grad / 2),
+        "upper": (torch.where(own < other, grad, 0.0), torch.where(own > other, grad, 0.0)),
+    }[symmetry]
+    scored, positions = _masked_rows(rows, mask), _positions(mask)
+    places = (torch.arange(batch, device=u.device).unsqueeze(1), rows.clamp_min(0))
+    for e, x, y, dx, dy in ((shares[0], u, v, du, dv), (shares[1], v, u, dv, du)):
+        if e is not None:
+            e = _through_activation(e, _halves(x, y), network, scored, None, mask, combine, activation)
+            # a row that is not scored may hold NaN; its gradient is 0, and so must it be
+            x_rows = torch.where((scored >= 0).unsqueeze(2), x[places], 0.0)
+            d_rows, d_all = sums.add(network, _halves(x_rows, y), None, positions, e, None, combine)
+            dx.index_put_(places, d_rows, accumulate=True)
+            dy += d_all
+    return _finish(du, dv, sums, u, v, like)

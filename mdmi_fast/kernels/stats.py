@@ -19,6 +19,7 @@ from mdmi_fast.kernels._common import (
     entropy_of,
     load_logits,
     merge_sums,
+    rounded,
     row_offset,
     row_strides,
     row_tile,
@@ -290,7 +291,7 @@ def _stats_backward_kernel(
             dx += tl.where(columns[None, :] == token[:, None], g_top * p_top, 0.0)
             dx -= tl.where(columns[None, :] == runner_up[:, None], g_margin * p_second, 0.0)
         dx = tl.where((h != h)[:, None], 0.0, dx)
-        tl.store(dx_ptr + row[:, None] * n_v + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=within)
+        tl.store(dx_ptr + row[:, None] * n_v + columns[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=within)
 
 
 def _n_splits(n_v: int) -> int:
