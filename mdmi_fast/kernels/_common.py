@@ -49,7 +49,7 @@ def target_name(device: torch.device) -> str:
 
 # --- rows: tensors [..., V] whose leading dimensions have any strides
 
-ROW_ELEMENTS = 4096  # 16 for each of 256 threads: enough loads in flight, few registers
+ROW_ELEMENTS = 2048  # 8 for each of 256 threads: enough loads in flight, and no kernel spills
 ROW_SPLIT = 16384  # columns of one program where a row is shared by several
 
 
@@ -61,10 +61,11 @@ class RowTile(NamedTuple):
     tile: Tile
 
 
-def row_tile(n_v: int) -> RowTile:
-    columns = min(triton.next_power_of_2(n_v), ROW_ELEMENTS)
-    rows = min(ROW_ELEMENTS // columns, 128)
-    return RowTile(rows, columns, Tile(warps=max(1, rows * columns // 512)))
+def row_tile(n_v: int, acc: tl.dtype) -> RowTile:
+    elements = ROW_ELEMENTS // 4 if acc == tl.float64 else ROW_ELEMENTS
+    columns = min(triton.next_power_of_2(n_v), elements)
+    rows = min(elements // columns, 128)
+    return RowTile(rows, columns, Tile(warps=min(8, max(1, rows * columns // 256))))
 
 
 def accumulator(*tensors: Tensor) -> tl.dtype:
@@ -80,7 +81,7 @@ def row_views(lead: torch.Size, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]
     """Views [outer, inner, ...] of tensors [*lead, ...], whatever their strides; more than one tuple of them only if needed."""
     if not lead.numel():
         return
-    for cut in range(len(lead), -1, -1):
+    for cut in range(len(lead), -1, -1) if lead.numel() < 2**31 else ():
         sizes = (lead[:cut].numel(), lead[cut:].numel())
         try:
             views = tuple(t.view(*sizes, *t.shape[len(lead) :]) for t in tensors)
@@ -99,17 +100,24 @@ def row_strides(x: Tensor) -> tuple[int, int]:
 
 @triton.jit
 def row_offset(row, n_inner, stride_outer, stride_inner):
-    """Offset of int64 row ids of a view [outer, inner, ...]."""
-    return (row // n_inner) * stride_outer + (row % n_inner) * stride_inner
+    """Offsets of rows of a view [outer, inner, ...]; there are less than 2^31 of them, and 64-bit division is a subroutine."""
+    row = row.to(tl.int32)
+    return (row // n_inner).to(tl.int64) * stride_outer + (row % n_inner).to(tl.int64) * stride_inner
 
 
 # --- products
 
 
 @triton.jit
+def relu(x):
+    """max(x, 0); NaN stays NaN, so that it reaches the score and is seen."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def rounded(x, DTYPE: tl.constexpr):
     """x to the nearest number of a dtype."""
-    if INTERPRETED and DTYPE == tl.bfloat16:  # to which the interpreter truncates
+    if INTERPRETED and tl.bfloat16 == DTYPE:  # to which the interpreter truncates
         x = x.to(tl.float32)
         bits = x.to(tl.uint32, bitcast=True)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -124,6 +132,52 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+class MatrixTile(NamedTuple):
+    """Rows, columns and inputs of a tile of a product of rows with a matrix."""
+
+    rows: int
+    columns: int
+    k: int
+    tile: Tile
+
+
+_MATRIX = {True: MatrixTile(128, 128, 64, Tile(8, 3)), False: MatrixTile(64, 64, 32, Tile(8, 2))}
+"""By whether the operands are half precision; chosen to fit every target, see `benchmarks/static_report`."""
+
+
+def matrix_tile(x: Tensor, w: Tensor) -> tuple[MatrixTile, tl.dtype]:
+    """Of a product of x with w, with the dtype of its operands: exact, so float32 unless both are of one half precision."""
+    half = x.dtype == w.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    operand = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype] if half else tl.float32
+    return _MATRIX[half], operand
+
+
+@triton.jit
+def matrix_product(
+    x_ptrs,
+    x_inside,
+    w_ptrs,
+    w_inside,
+    x_k,
+    w_k,
+    D: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Rows at x_ptrs [ROWS, 1] times columns at w_ptrs [1, COLUMNS], both with D entries x_k and w_k apart, in float32."""
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, D, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x_here = x_inside[:, None] & (k < D)[None, :]
+        w_here = w_inside[None, :] & (k < D)[:, None]
+        x = tl.load(x_ptrs + k.to(tl.int64)[None, :] * x_k, mask=x_here, other=0.0)
+        w = tl.load(w_ptrs + k.to(tl.int64)[:, None] * w_k, mask=w_here, other=0.0)
+        acc = dot(x.to(OPERAND), w.to(OPERAND), acc, "ieee")
+    return acc
 
 
 # --- statistics of rows, tile by tile.  top: the largest logit so far; total: the sum of e = exp(x - top); weighted: the

@@ -39,9 +39,11 @@ _VARYING = ["n_rows", "n_inner", "n_k", "x_outer", "w_outer", "y_outer", "out_ou
 def _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC: tl.constexpr):
     """Weights of alternative k; 1 where there are none."""
     if w_ptr is None:
-        return tl.full(row.shape, 1.0, ACC)
-    offsets = row_offset(row, n_inner, w_outer, w_inner) + k * w_k
-    return tl.load(w_ptr + offsets, mask=inside, other=0.0).to(ACC)
+        weight = tl.full(row.shape, 1.0, ACC)
+    else:
+        offsets = row_offset(row, n_inner, w_outer, w_inner) + k * w_k
+        weight = tl.load(w_ptr + offsets, mask=inside, other=0.0).to(ACC)
+    return weight
 
 
 @triton.jit
@@ -97,7 +99,8 @@ def _expected_entropy_kernel(
 @triton.jit
 def _kl_rows(x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sums over whole rows of p (logits x) and q (logits y): top and total of both; cross, the sum of
-    exp(x - top_p) ((x - top_p) - (y - top_q)); and whether p > 0 where q = 0."""
+    exp(x - top_p) ((x - top_p) - (y - top_q)); and whether p > 0 where q = 0.
+    """
     nothing, zero = tl.full((ROWS,), -float("inf"), ACC), tl.zeros((ROWS,), ACC)
     top_p, total_p, cross, top_q, total_q, escaped = nothing, zero, zero, nothing, zero, zero
     for start in range(0, n_v, COLUMNS):
@@ -199,17 +202,16 @@ def _kl_backward_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Program (row block, k): the gradient of p's logits, and what that of q's logits needs of alternative k: its
-    coefficient (weight times grad, 0 where the KL is not finite), top and total, fields [3, K, row]."""
-    program = tl.program_id(0).to(tl.int64)
-    k = program % n_k
-    row = program // n_k * ROWS + tl.arange(0, ROWS)
+    coefficient (weight times grad, 0 where the KL is not finite), top and total, fields [3, K, row].
+    """
+    program = tl.program_id(0)
+    k = (program % n_k).to(tl.int64)
+    row = (program // n_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     x_ptrs = x_ptr + (row_offset(row, n_inner, x_outer, x_inner) + k * x_k)[:, None]
     y_ptrs = y_ptr + row_offset(row, n_inner, y_outer, y_inner)[:, None]
     dx_ptrs = dx_ptr + (row_offset(row, n_inner, out_outer, out_inner) + k * out_k)[:, None]
-    top_p, total_p, cross, top_q, total_q, escaped = _kl_rows(
-        x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC, ROWS, COLUMNS
-    )
+    top_p, total_p, cross, top_q, total_q, escaped = _kl_rows(x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC, ROWS, COLUMNS)
     kl = _kl_value(total_p, cross, total_q, escaped)
     grad = tl.load(grad_ptr + row, mask=inside, other=0.0).to(ACC)
     weight = _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC)
@@ -291,9 +293,9 @@ def _norms_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Program (row block, k): top and total of the rows of alternative k, fields [2, K, row]."""
-    program = tl.program_id(0).to(tl.int64)
-    k = program % n_k
-    row = program // n_k * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0)
+    k = (program % n_k).to(tl.int64)
+    row = (program // n_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     x_ptrs = x_ptr + (row_offset(row, n_inner, x_outer, x_inner) + k * x_k)[:, None]
     top, total, _ = _entropy_rows(x_ptrs, inside, n_v, x_v, ACC, ROWS, COLUMNS)
@@ -324,7 +326,8 @@ def _mixture_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Entropy of the mixture, or its slope -log m [row, V] if slope_ptr is given; rows of one tile need no sums of
-    `_norms_kernel`."""
+    `_norms_kernel`.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     x_ptrs = x_ptr + row_offset(row, n_inner, x_outer, x_inner)[:, None]
@@ -378,9 +381,9 @@ def _mixture_backward_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Program (row block, k): w_k q_k (slope - sum q_k slope) times grad."""
-    program = tl.program_id(0).to(tl.int64)
-    k = program % n_k
-    row = program // n_k * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0)
+    k = (program % n_k).to(tl.int64)
+    row = (program // n_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     x_ptrs = x_ptr + (row_offset(row, n_inner, x_outer, x_inner) + k * x_k)[:, None]
     slope_ptrs = slope_ptr + row[:, None] * n_v
@@ -439,7 +442,8 @@ def _weighted(weights: Tensor | None) -> tuple[int, int, int]:
 
 def expected_entropy(logits: Tensor, weights: Tensor) -> Tensor:
     result = torch.empty(logits.shape[1:-1], dtype=torch.float32, device=logits.device)
-    acc, tile = accumulator(logits, weights), row_tile(logits.shape[-1])
+    acc = accumulator(logits, weights)
+    tile = row_tile(logits.shape[-1], acc)
     for x, w, out in _views(result.shape, logits, weights.movedim(0, -1), result):
         args = (x, w, out, *_sizes(x), *_alternatives(x), *_weighted(w))
         _launch(_expected_entropy_kernel, x, acc, tile, *args)
@@ -454,7 +458,8 @@ def expected_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> 
 def expected_kl(logits: Tensor, weights: Tensor | None, base_logits: Tensor) -> Tensor:
     result = torch.empty(logits.shape[1:-1], dtype=torch.float32, device=logits.device)
     weighting = [] if weights is None else [weights.movedim(0, -1)]
-    acc, tile = accumulator(logits, base_logits, *weighting), row_tile(logits.shape[-1])
+    acc = accumulator(logits, base_logits, *weighting)
+    tile = row_tile(logits.shape[-1], acc)
     for x, y, out, *w in _views(result.shape, logits, base_logits, result, *weighting):
         weight = w[0] if w else None
         strides = (*_alternatives(x), *_weighted(weight), *row_strides(y), y.stride(2))
@@ -468,7 +473,8 @@ def expected_kl_backward(
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     dy = torch.empty(base_logits.shape, dtype=base_logits.dtype, device=base_logits.device)
     weighting = [] if weights is None else [weights.movedim(0, -1)]
-    acc, tile = accumulator(logits, base_logits, *weighting), row_tile(logits.shape[-1])
+    acc = accumulator(logits, base_logits, *weighting)
+    tile = row_tile(logits.shape[-1], acc)
     rows = (dx.movedim(0, -2), base_logits, dy, grad.contiguous(), *weighting)
     for x, out, y, out_y, g, *w in _views(base_logits.shape[:-1], logits, *rows):
         weight = w[0] if w else None
@@ -495,7 +501,7 @@ def kl_divergence_backward(grad: Tensor, p_logits: Tensor, q_logits: Tensor) -> 
 def _mixture(x: Tensor, w: Tensor, out: Tensor | None, slope: Tensor | None, acc: tl.dtype) -> None:
     """Entropy or slope of the mixture of a view [outer, inner, K, V]."""
     n_rows, _, n_k, n_v = _sizes(x)
-    tile, sums = row_tile(n_v), None
+    tile, sums = row_tile(n_v, acc), None
     if n_v > tile.columns:
         sums = torch.empty(2, n_k, n_rows, dtype=torch_dtype(acc), device=x.device)
         _launch(_norms_kernel, x, acc, tile, x, sums, *_sizes(x), *_alternatives(x), per_alternative=True)
@@ -513,7 +519,8 @@ def mixture_entropy(logits: Tensor, weights: Tensor) -> Tensor:
 
 def mixture_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    acc, tile = accumulator(logits, weights), row_tile(logits.shape[-1])
+    acc = accumulator(logits, weights)
+    tile = row_tile(logits.shape[-1], acc)
     rows = (dx.movedim(0, -2), weights.movedim(0, -1), grad.contiguous())
     for x, out, w, g in _views(logits.shape[1:-1], logits, *rows):
         n_rows, _, _, n_v = _sizes(x)

@@ -17,7 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mdmi_fast.kernels import _common, _launches
-from mdmi_fast.kernels._common import INTERPRETED, dot, rounded
+from mdmi_fast.kernels._common import INTERPRETED, dot, relu, rounded
+from mdmi_fast.kernels._launches import PairTile
 
 Gradients = tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]
 
@@ -46,8 +47,10 @@ def _listed(list_ptr, place, n_list):
     """Positions at some places of a list, -1 at places outside; no list: the places themselves."""
     inside = (place >= 0) & (place < n_list)
     if list_ptr is None:
-        return tl.where(inside, place, -1)
-    return tl.load(list_ptr + place, mask=inside, other=-1)
+        position = tl.where(inside, place, -1)
+    else:
+        position = tl.load(list_ptr + place, mask=inside, other=-1)
+    return position
 
 
 # --- the network on a tile of pairs
@@ -67,7 +70,7 @@ def _combined(left, right, OPERAND: tl.constexpr, ADD: tl.constexpr):
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     if ADD:
-        z = tl.maximum(left[:, None, :] + right[None, :, :], 0.0)
+        z = relu(left[:, None, :] + right[None, :, :])
     else:
         z = left[:, None, :] * right[None, :, :]
     return rounded(tl.reshape(z, (left.shape[0] * right.shape[0], left.shape[1])), OPERAND)
@@ -111,7 +114,7 @@ def _first_layer(
             _load_half(left_ptr, left_row, left, k, H1), _load_half(right_ptr, right_row, right, k, H1), w.dtype, ADD
         )
         acc = dot(z, w, acc, PRECISION)
-    return tl.maximum(acc + _load_vector(b_ptr, columns, H2)[None, :], 0.0)
+    return relu(acc + _load_vector(b_ptr, columns, H2)[None, :])
 
 
 @triton.jit
@@ -195,7 +198,7 @@ def _score(
                 )
                 w = _load_weights(w2_ptr, columns, last, H2, H3)
                 acc = dot(rounded(z, w.dtype), w, acc, PRECISION)
-            z = tl.maximum(acc + _load_vector(b2_ptr, last, H3)[None, :], 0.0)
+            z = relu(acc + _load_vector(b2_ptr, last, H3)[None, :])
             f += tl.sum(z * _load_vector(w_out_ptr, last, H3)[None, :], 1)
     f += tl.load(b_out_ptr)
     if SOFTPLUS:
@@ -276,8 +279,9 @@ def _pairwise_mlp_fwd_kernel(
     BLOCK_L: tl.constexpr,
 ):
     """One tile of pairs of one sequence; n_programs a sequence. MEAN and UPPER: the symmetry, where it takes both directions;
-    MIRROR: only pairs i < j are scored, and written twice."""
-    b = tl.program_id(0).to(tl.int64) // n_programs
+    MIRROR: only pairs i < j are scored, and written twice.
+    """
+    b = (tl.program_id(0) // n_programs).to(tl.int64)
     program = tl.program_id(0) % n_programs
     if BAND:
         first_i = program // tiles_j * BLOCK_I
@@ -379,9 +383,7 @@ def _load_e(e_ptr, left, right, e_i, e_j, window, BAND: tl.constexpr):
     keep = (left >= 0)[:, None] & (right >= 0)[None, :]
     if BAND:
         keep &= tl.abs(left[:, None] - right[None, :]) <= window
-    return tl.load(
-        e_ptr + left.to(tl.int64)[:, None] * e_i + right.to(tl.int64)[None, :] * e_j, mask=keep, other=0.0
-    )
+    return tl.load(e_ptr + left.to(tl.int64)[:, None] * e_i + right.to(tl.int64)[None, :] * e_j, mask=keep, other=0.0)
 
 
 @triton.jit
@@ -435,10 +437,10 @@ def _pairwise_mlp_bwd_half_kernel(
 
     No other program writes these rows, so they are added to where they lie, in a fixed order.
     """
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     part = program // (n_batch * tiles_i)
-    b = program // tiles_i % n_batch
-    place = (program % tiles_i).to(tl.int32) * BLOCK_I + tl.arange(0, BLOCK_I)
+    b = (program // tiles_i % n_batch).to(tl.int64)
+    place = program % tiles_i * BLOCK_I + tl.arange(0, BLOCK_I)
     if left_ptr is not None:
         left_ptr += b * n_left
     if right_ptr is not None:
@@ -447,13 +449,13 @@ def _pairwise_mlp_bwd_half_kernel(
     x_ptr += b * x_batch
     y_ptr += b * y_batch
     e_ptr += b * e_batch
-    dx_ptrs = dx_ptr + (part * n_batch + b) * n_left * H1 + left.to(tl.int64)[:, None] * H1
-    first_tile = part.to(tl.int32) * tiles_each
+    dx_ptrs = dx_ptr + (part.to(tl.int64) * n_batch + b) * n_left * H1 + left.to(tl.int64)[:, None] * H1
+    first_tile = part * tiles_each
     for tile in range(first_tile, tl.minimum(first_tile + tiles_each, tiles_j)):
         right = _listed(right_ptr, tile * BLOCK_J + tl.arange(0, BLOCK_J), n_right)
         e = _load_e(e_ptr, left, right, e_i, e_j, window, BAND)
         if tl.max((e != 0).to(tl.int32)) > 0:
-            e = tl.reshape(e, (BLOCK_I * BLOCK_J,))
+            e_pairs = tl.reshape(e, (BLOCK_I * BLOCK_J,))[:, None]
             # without a dense layer: one round, with the gradient of the output layer itself
             for start in range(0, H2 if H2 > 0 else 1, BLOCK_N):
                 columns = start + tl.arange(0, BLOCK_N)
@@ -474,7 +476,7 @@ def _pairwise_mlp_bwd_half_kernel(
                         H2,
                         BLOCK_K,
                     )
-                    dz = tl.where(z > 0, e[:, None] * _load_vector(w_out_ptr, columns, H2)[None, :], 0.0)
+                    dz = tl.where(z > 0, e_pairs * _load_vector(w_out_ptr, columns, H2)[None, :], 0.0)
                     dz = rounded(dz, w1_ptr.dtype.element_ty)
                 for first_k in range(0, H1, BLOCK_K):
                     k = first_k + tl.arange(0, BLOCK_K)
@@ -482,7 +484,7 @@ def _pairwise_mlp_bwd_half_kernel(
                         w = _load_weights(w1_ptr, k, columns, H1, H2)
                         dz0 = dot(dz, tl.trans(w), tl.zeros((BLOCK_I * BLOCK_J, BLOCK_K), tl.float32), PRECISION)
                     else:
-                        dz0 = e[:, None] * _load_vector(w_out_ptr, k, H1)[None, :]
+                        dz0 = e_pairs * _load_vector(w_out_ptr, k, H1)[None, :]
                     x = _load_half(x_ptr, x_row, left, k, H1)
                     y = _load_half(y_ptr, y_row, right, k, H1)
                     inside = (left >= 0)[:, None] & (k < H1)[None, :]
@@ -549,7 +551,7 @@ def _pairwise_mlp_bwd_weights_kernel(
         right = _listed(right_ptr if right_ptr is None else right_ptr + b * n_right, place_j, n_right)
         e = _load_e(e_ptr + b * e_batch, left, right, e_i, e_j, window, BAND)
         if tl.max((e != 0).to(tl.int32)) > 0:
-            e = tl.reshape(e, (BLOCK_I * BLOCK_J,))
+            e_pairs = tl.reshape(e, (BLOCK_I * BLOCK_J,))[:, None]
             x_b, y_b = x_ptr + b * x_batch, y_ptr + b * y_batch
             x = _load_half(x_b, x_row, left, rows, H1)
             y = _load_half(y_b, y_row, right, rows, H1)
@@ -571,12 +573,12 @@ def _pairwise_mlp_bwd_weights_kernel(
                     H2,
                     BLOCK_K,
                 )
-                dz = tl.where(z > 0, e[:, None] * _load_vector(w_out_ptr, columns, H2)[None, :], 0.0)
+                dz = tl.where(z > 0, e_pairs * _load_vector(w_out_ptr, columns, H2)[None, :], 0.0)
                 dw1 = dot(tl.trans(z0), rounded(dz, z0.dtype), dw1, PRECISION)
                 db1 += tl.sum(dz, 0)
-                dw_out += tl.sum(z * e[:, None], 0)
+                dw_out += tl.sum(z * e_pairs, 0)
             else:
-                dw_out += tl.sum(_combined(x, y, tl.float32, ADD) * e[:, None], 0)
+                dw_out += tl.sum(_combined(x, y, tl.float32, ADD) * e_pairs, 0)
     part = part.to(tl.int64)
     if H2 > 0:
         inside = (rows < H1)[:, None] & (columns < H2)[None, :]
@@ -706,53 +708,57 @@ def _score_pairs(
     )
     if not result.numel() or window == 0:
         return result
-    h1, h2, h3 = network.widths
-    tile = _launches.forward(halves.u.device, network.precision, h1, h2, h3)
+    positions = _positions(mask)
     mirror = rows is None and (symmetry != "none" or halves.same)
-    tiles_i, tiles_j = triton.cdiv(n_left, tile.i), triton.cdiv(n, tile.j)
-    n_programs = tiles_i * tiles_j
-    if window is not None:
-        tiles_j = triton.cdiv(tile.i + (window if mirror else 2 * window), tile.j)
+    h1, h2, h3 = network.widths
+
+    def run(tile: PairTile) -> None:
+        tiles_i, tiles_j = triton.cdiv(n_left, tile.i), triton.cdiv(n, tile.j)
         n_programs = tiles_i * tiles_j
-    elif mirror:
-        side = max(tile.i, tile.j)
-        tiles_j = triton.cdiv(n, side)
-        n_programs = tiles_j * (tiles_j + 1) // 2 * (side // tile.i) * (side // tile.j)
-    _common.launch(
-        _pairwise_mlp_fwd_kernel,
-        batch * n_programs,
-        tile.tile,
-        halves.u,
-        halves.v,
-        *network.pointers,
-        rows,
-        _positions(mask),
-        result,
-        n,
-        n_left,
-        n_programs,
-        tiles_j,
-        window or 0,
-        *halves.strides,
-        result.stride(0),
-        n if window is None else 2 * window,
-        window or 0,
-        ADD=combine == "add",
-        MEAN=symmetry == "mean" and not halves.same,
-        UPPER=symmetry == "upper" and not halves.same and not mirror,
-        MIRROR=mirror,
-        BAND=window is not None,
-        SOFTPLUS=activation == "softplus",
-        PRECISION=network.input_precision,
-        H1=h1,
-        H2=h2,
-        H3=h3,
-        BLOCK_I=tile.i,
-        BLOCK_J=tile.j,
-        BLOCK_K=_block(h1, tile.k),
-        BLOCK_N=_block(h2, tile.n),
-        BLOCK_L=_block(h3, _launches.LAST_LAYER),
-    )
+        if window is not None:
+            tiles_j = triton.cdiv(tile.i + (window if mirror else 2 * window), tile.j)
+            n_programs = tiles_i * tiles_j
+        elif mirror:
+            side = max(tile.i, tile.j)
+            tiles_j = triton.cdiv(n, side)
+            n_programs = tiles_j * (tiles_j + 1) // 2 * (side // tile.i) * (side // tile.j)
+        _common.launch(
+            _pairwise_mlp_fwd_kernel,
+            batch * n_programs,
+            tile.tile,
+            halves.u,
+            halves.v,
+            *network.pointers,
+            rows,
+            positions,
+            result,
+            n,
+            n_left,
+            n_programs,
+            tiles_j,
+            window or 0,
+            *halves.strides,
+            result.stride(0),
+            n if window is None else 2 * window,
+            window or 0,
+            ADD=combine == "add",
+            MEAN=symmetry == "mean" and not halves.same,
+            UPPER=symmetry == "upper" and not halves.same and not mirror,
+            MIRROR=mirror,
+            BAND=window is not None,
+            SOFTPLUS=activation == "softplus",
+            PRECISION=network.input_precision,
+            H1=h1,
+            H2=h2,
+            H3=h3,
+            BLOCK_I=tile.i,
+            BLOCK_J=tile.j,
+            BLOCK_K=_block(h1, tile.k),
+            BLOCK_N=_block(h2, tile.n),
+            BLOCK_L=_block(h3, tile.last),
+        )
+
+    run(_launches.pair_tile("forward", halves.u.device, network.precision, network.widths, run))
     return result
 
 
@@ -797,9 +803,7 @@ def pairwise_mlp_rows(
     prepared: Network | None = None,
 ) -> Tensor:
     network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
-    return _score_pairs(
-        _halves(u, v), network, _masked_rows(rows, mask), None, mask, combine, symmetry, activation
-    )
+    return _score_pairs(_halves(u, v), network, _masked_rows(rows, mask), None, mask, combine, symmetry, activation)
 
 
 def pairwise_mlp_band(
@@ -850,96 +854,138 @@ class _Sums:
 
         left and right are lists of positions or None; e is [B, left, right], or [B, N, 2 * window + 1].
         """
-        (batch, n_left, h1), n_right = halves.u.shape, halves.v.shape[1]
-        _, h2, _ = network.widths
-        tile = _launches.backward(halves.u.device, network.precision, h1, h2)
-        blocks = {"BLOCK_I": tile.i, "BLOCK_J": tile.j, "BLOCK_K": _block(h1, tile.k), "BLOCK_N": _block(h2, tile.n)}
-        constants = {
-            "ADD": combine == "add",
-            "BAND": window is not None,
-            "PRECISION": network.input_precision,
-            "H1": h1,
-            "H2": h2,
-            **blocks,
-        }
-        w1, b1, _, _, w_out, _ = network.pointers
-        e_i, e_places = (e.stride(1), e) if window is None else (2 * window, e.view(-1)[window:])
+        n_left, n_right = halves.u.shape[1], halves.v.shape[1]
+        e_i, places = (e.stride(1), e) if window is None else (2 * window, e.view(-1)[window:])
+        u, v = (halves.u, left, n_left), (halves.v, right, n_right)
+        du = _half_gradient(network, u, v, places, (e.stride(0), e_i, 1), window, combine)
+        dv = _half_gradient(network, v, u, places, (e.stride(0), 1, e_i), window, combine)
+        parts = _weight_gradients(network, u, v, places, (e.stride(0), e_i, 1), window, combine)
+        for total, part in zip([*self.weights, *self.biases, self.w_out], parts, strict=True):
+            total += part.sum(0)
+        self.b_out += e.sum()
+        return du, dv
 
-        def half(x, y, x_list, y_list, n_x, n_y, e_strides):
-            tiles_i, tiles_j = triton.cdiv(n_x, tile.i), triton.cdiv(n_y, tile.j)
-            n_parts = min(_MOST_PARTS, triton.cdiv(tiles_j, _TILES_A_PART))
-            dx = torch.zeros((n_parts, batch, n_x, h1), dtype=torch.float32, device=e.device)
-            _common.launch(
-                _pairwise_mlp_bwd_half_kernel,
-                n_parts * batch * tiles_i,
-                tile.tile,
-                x,
-                y,
-                w1,
-                b1,
-                w_out,
-                x_list,
-                y_list,
-                e_places,
-                dx,
-                batch,
-                n_x,
-                n_y,
-                tiles_i,
-                tiles_j,
-                triton.cdiv(tiles_j, n_parts),
-                window or 0,
-                *x.stride()[:2],
-                *y.stride()[:2],
-                e.stride(0),
-                *e_strides,
-                **constants,
-            )
-            return dx.sum(0)
 
-        dx = half(halves.u, halves.v, left, right, n_left, n_right, (e_i, 1))
-        dy = half(halves.v, halves.u, right, left, n_right, n_left, (1, e_i))
-        tiles_i, tiles_j = triton.cdiv(n_left, tile.i), triton.cdiv(n_right, tile.j)
-        n_tiles = batch * tiles_i * tiles_j
-        n_parts = min(_WEIGHT_PARTS, n_tiles)
-        block_m = _block(h1, _launches.GRADIENT_INPUTS)
-        n_blocks = triton.cdiv(h1, block_m) * triton.cdiv(max(h2, 1), blocks["BLOCK_N"])
-        parts = [
-            None if t is None else torch.empty((n_parts, *t.shape), dtype=torch.float32, device=e.device)
-            for t in (w1, b1, w_out)
-        ]
+_Side = tuple[Tensor, Tensor | None, int]
+"""Half of the pairs: the tensor, the list of positions and its length."""
+
+
+def _half_gradient(
+    network: Network,
+    own: _Side,
+    other: _Side,
+    e: Tensor,
+    e_strides: tuple[int, int, int],
+    window: int | None,
+    combine: str,
+) -> Tensor:
+    """The gradient of own[0], summed over the other side."""
+    (x, x_list, n_x), (y, y_list, n_y) = own, other
+    batch, _, h1 = x.shape
+    _, h2, _ = network.widths
+    w1, b1, _, _, w_out, _ = network.pointers
+
+    def run(tile: PairTile) -> Tensor:
+        tiles_i, tiles_j = triton.cdiv(n_x, tile.i), triton.cdiv(n_y, tile.j)
+        n_parts = min(_MOST_PARTS, triton.cdiv(tiles_j, _TILES_A_PART))
+        dx = torch.zeros((n_parts, *x.shape), dtype=torch.float32, device=x.device)
         _common.launch(
-            _pairwise_mlp_bwd_weights_kernel,
-            n_blocks * n_parts,
+            _pairwise_mlp_bwd_half_kernel,
+            n_parts * batch * tiles_i,
             tile.tile,
-            halves.u,
-            halves.v,
+            x,
+            y,
             w1,
             b1,
             w_out,
-            left,
-            right,
-            e_places,
+            x_list,
+            y_list,
+            e,
+            dx,
+            batch,
+            n_x,
+            n_y,
+            tiles_i,
+            tiles_j,
+            triton.cdiv(tiles_j, n_parts),
+            window or 0,
+            *x.stride()[:2],
+            *y.stride()[:2],
+            *e_strides,
+            ADD=combine == "add",
+            BAND=window is not None,
+            PRECISION=network.input_precision,
+            H1=h1,
+            H2=h2,
+            BLOCK_I=tile.i,
+            BLOCK_J=tile.j,
+            BLOCK_K=_block(h1, tile.k),
+            BLOCK_N=_block(h2, tile.n),
+        )
+        return dx.sum(0)
+
+    return run(_launches.pair_tile("backward", x.device, network.precision, network.widths, run))
+
+
+def _weight_gradients(
+    network: Network,
+    left: _Side,
+    right: _Side,
+    e: Tensor,
+    e_strides: tuple[int, int, int],
+    window: int | None,
+    combine: str,
+) -> list[Tensor]:
+    """Parts [part, ...] of the gradients of the layer's weights and bias, if there is one, and of w_out."""
+    (x, x_list, n_x), (y, y_list, n_y) = left, right
+    h1, h2, _ = network.widths
+    w1, b1, _, _, w_out, _ = network.pointers
+    results: list[Tensor] = []
+
+    def run(tile: PairTile) -> None:
+        tiles_i, tiles_j = triton.cdiv(n_x, tile.i), triton.cdiv(n_y, tile.j)
+        n_tiles = x.shape[0] * tiles_i * tiles_j
+        n_parts = min(_WEIGHT_PARTS, n_tiles)
+        block_m, block_n = _block(h1, _launches.GRADIENT_INPUTS), _block(h2, tile.n)
+        parts = [None if t is None else torch.empty((n_parts, *t.shape), device=x.device) for t in (w1, b1, w_out)]
+        _common.launch(
+            _pairwise_mlp_bwd_weights_kernel,
+            triton.cdiv(h1, block_m) * triton.cdiv(max(h2, 1), block_n) * n_parts,
+            tile.tile,
+            x,
+            y,
+            w1,
+            b1,
+            w_out,
+            x_list,
+            y_list,
+            e,
             *parts,
             n_tiles,
-            n_left,
-            n_right,
+            n_x,
+            n_y,
             tiles_i,
             tiles_j,
             n_parts,
             window or 0,
-            *halves.strides[:2],
-            *halves.strides[2:],
-            e.stride(0),
-            e_i,
-            1,
-            **constants,
+            *x.stride()[:2],
+            *y.stride()[:2],
+            *e_strides,
+            ADD=combine == "add",
+            BAND=window is not None,
+            PRECISION=network.input_precision,
+            H1=h1,
+            H2=h2,
+            BLOCK_I=tile.i,
+            BLOCK_J=tile.j,
+            BLOCK_K=_block(h1, tile.k),
+            BLOCK_N=block_n,
             BLOCK_M=block_m,
         )
-        for total, part in zip([*self.weights, *self.biases, self.w_out], [p for p in parts if p is not None], strict=True):
-            total += part.sum(0)
-        self.b_out += e.sum()
-        return dx, dy
+        results[:] = [part for part in parts if part is not None]
+
+    run(_launches.pair_tile("weights", x.device, network.precision, network.widths, run))
+    return results
 
 
 def _kept(mask: Tensor | None, batch: int, rows: Tensor, columns: Tensor, n: int) -> Tensor:
@@ -968,9 +1014,7 @@ def _through_activation(
     return e.contiguous()
 
 
-def _finish(
-    du: Tensor, dv: Tensor, sums: _Sums, u: Tensor, v: Tensor, like: list[Tensor]
-) -> Gradients:
+def _finish(du: Tensor, dv: Tensor, sums: _Sums, u: Tensor, v: Tensor, like: list[Tensor]) -> Gradients:
     """In the dtypes of the operands; like: the weights, biases, w_out and b_out."""
     totals = [*sums.weights, *sums.biases, sums.w_out, sums.b_out]
     *layers, d_w_out, d_b_out = (g.to(t.dtype) for g, t in zip(totals, like, strict=True))
@@ -1070,7 +1114,7 @@ def pairwise_mlp_rows_backward(
     network = prepare_pairwise(weights, biases, w_out, b_out, precision)
     like, sums = [*weights, *biases, w_out, b_out], _Sums(network)
     du, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (u, v))
-    batch, n, h1 = u.shape
+    batch, n, _ = u.shape
     if not grad.numel():
         return _finish(du, dv, sums, u, v, like)
     own = rows.unsqueeze(2)

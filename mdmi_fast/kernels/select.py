@@ -86,7 +86,7 @@ def _check_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Marks the sequences with NaN where it counts; degrees in the graph of pairs >= tau, if asked for."""
-    b = tl.program_id(0).to(tl.int64) // tiles
+    b = (tl.program_id(0) // tiles).to(tl.int64)
     i = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     own = _masked(mask_ptr, b, i, n, mask_b, mask_n)
     mi_ptr += b * mi_b

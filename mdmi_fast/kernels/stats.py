@@ -11,13 +11,14 @@ from torch import Tensor
 
 from mdmi_fast.kernels import _common
 from mdmi_fast.kernels._common import (
-    ROW_SPLIT,
     LOWEST,
+    ROW_SPLIT,
     accumulator,
     defined,
-    dot,
     entropy_of,
     load_logits,
+    matrix_product,
+    matrix_tile,
     merge_sums,
     rounded,
     row_offset,
@@ -159,9 +160,9 @@ def _stats_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Program (row block, split): columns [SPLIT * split, SPLIT * (split + 1)) of ROWS rows."""
-    program = tl.program_id(0).to(tl.int64)
-    split = (program % n_splits).to(tl.int32)
-    row = program // n_splits * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0)
+    split = program % n_splits
+    row = (program // n_splits).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     x_ptrs = x_ptr + row_offset(row, n_inner, stride_outer, stride_inner)[:, None]
     top, total, weighted, token, second, runner_up = _empty_state(ROWS, ACC)
@@ -178,9 +179,7 @@ def _stats_kernel(
     if PARTIAL:
         place = split * n_rows.to(tl.int64) + row
         size = n_rows.to(tl.int64) * n_splits
-        _store_partial(
-            sums_ptr, columns_ptr, place, size, inside, top, total, weighted, token, second, runner_up, TOP2
-        )
+        _store_partial(sums_ptr, columns_ptr, place, size, inside, top, total, weighted, token, second, runner_up, TOP2)
     else:
         _store_stats(
             entropy_ptr,
@@ -197,6 +196,61 @@ def _stats_kernel(
             second,
             TOP2,
         )
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_splits"])
+def _linear_stats_kernel(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    sums_ptr,
+    columns_ptr,
+    n_rows,
+    n_splits,
+    n_v,
+    x_row,
+    w_v,
+    w_k,
+    D: tl.constexpr,
+    OPERAND: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program (split, row block): partial sums over the vocabulary's columns [SPLIT * split, SPLIT * (split + 1))."""
+    program = tl.program_id(0)
+    n_blocks = tl.cdiv(n_rows, ROWS)
+    split = program // n_blocks
+    row = (program % n_blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < n_rows
+    top, total, weighted, token, second, runner_up = _empty_state(ROWS, tl.float32)
+    first = split * SPLIT
+    for start in range(first, tl.minimum(first + SPLIT, n_v), COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        known = columns < n_v
+        x = matrix_product(
+            x_ptr + (row * x_row)[:, None],
+            inside,
+            w_ptr + (columns.to(tl.int64) * w_v)[None, :],
+            known,
+            1,
+            w_k,
+            D,
+            OPERAND,
+            ROWS,
+            COLUMNS,
+            BLOCK_K,
+        )
+        if bias_ptr is not None:
+            x += tl.load(bias_ptr + columns, mask=known, other=0.0)[None, :]
+        x = tl.where(known[None, :], x, -float("inf"))
+        top, total, weighted, token, second, runner_up = _add_tile(
+            x, columns, top, total, weighted, token, second, runner_up, True
+        )
+    place = split * n_rows.to(tl.int64) + row
+    size = n_rows.to(tl.int64) * n_splits
+    _store_partial(sums_ptr, columns_ptr, place, size, inside, top, total, weighted, token, second, runner_up, True)
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_splits"])
@@ -262,9 +316,9 @@ def _stats_backward_kernel(
     COLUMNS: tl.constexpr,
 ):
     """The gradient dx [row, V] of the columns of `_stats_kernel`'s program, from the partial sums."""
-    program = tl.program_id(0).to(tl.int64)
-    first = (program % n_splits).to(tl.int32) * SPLIT
-    row = program // n_splits * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0)
+    first = program % n_splits * SPLIT
+    row = (program // n_splits).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < n_rows
     x_ptrs = x_ptr + row_offset(row, n_inner, stride_outer, stride_inner)[:, None]
     top, total, weighted, token, second, runner_up = _merged(
@@ -294,6 +348,15 @@ def _stats_backward_kernel(
         tl.store(dx_ptr + row[:, None] * n_v + columns[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=within)
 
 
+def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
+    """Why this backend cannot run a call."""
+    exact = op == "linear_token_stats" and any(t.dtype == torch.float64 for t in tensors)
+    return ["multiplies in float32, got float64"] if exact else []
+
+
+_LINEAR_SPLIT = 4096
+
+
 def _n_splits(n_v: int) -> int:
     return triton.cdiv(n_v, ROW_SPLIT)
 
@@ -306,7 +369,8 @@ def _workspace(n_rows: int, n_splits: int, acc: tl.dtype, device: torch.device) 
 def _sum_rows(x: Tensor, workspace: tuple[Tensor, Tensor] | None, out: list[Tensor | None], top2: bool) -> None:
     """Statistics of a view [outer, inner, V] into out, or their partial sums into a workspace."""
     n_rows, n_v = x.shape[0] * x.shape[1], x.shape[2]
-    n_splits, tile = _n_splits(n_v), row_tile(n_v)
+    n_splits, acc = _n_splits(n_v), accumulator(x)
+    tile = row_tile(n_v, acc)
     _common.launch(
         _stats_kernel,
         triton.cdiv(n_rows, tile.rows) * n_splits,
@@ -323,7 +387,7 @@ def _sum_rows(x: Tensor, workspace: tuple[Tensor, Tensor] | None, out: list[Tens
         TOP2=top2,
         PARTIAL=workspace is not None,
         SPLIT=ROW_SPLIT,
-        ACC=accumulator(x),
+        ACC=acc,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
     )
@@ -367,7 +431,8 @@ def _backward(logits: Tensor, grads: list[Tensor | None], top2: bool) -> Tensor:
     given = [g.contiguous() for g in grads if g is not None]
     for x, out, *parts in row_views(logits.shape[:-1], logits, dx, *given):
         n_rows, n_v = x.shape[0] * x.shape[1], x.shape[2]
-        n_splits, tile, acc = _n_splits(n_v), row_tile(n_v), accumulator(x)
+        n_splits, acc = _n_splits(n_v), accumulator(x)
+        tile = row_tile(n_v, acc)
         workspace = _workspace(n_rows, n_splits, acc, x.device)
         _sum_rows(x, workspace, [None] * 5, top2)
         _common.launch(
@@ -418,3 +483,34 @@ def token_stats_backward(
     grad_entropy: Tensor, grad_logsumexp: Tensor, grad_confidence: Tensor, grad_margin: Tensor, logits: Tensor
 ) -> Tensor:
     return _backward(logits, [grad_entropy, grad_logsumexp, grad_confidence, grad_margin], top2=True)
+
+
+def linear_token_stats(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Stats:
+    (n_v, d), lead = weight.shape, hidden.shape[:-1]
+    x = hidden.reshape(-1, d).contiguous()
+    n_splits = triton.cdiv(n_v, _LINEAR_SPLIT)
+    workspace = _workspace(x.shape[0], n_splits, tl.float32, x.device)
+    tile, operand = matrix_tile(x, weight)
+    _common.launch(
+        _linear_stats_kernel,
+        triton.cdiv(x.shape[0], tile.rows) * n_splits,
+        tile.tile,
+        x,
+        weight,
+        bias if bias is None else bias.float().contiguous(),
+        *workspace,
+        x.shape[0],
+        n_splits,
+        n_v,
+        d,
+        *weight.stride(),
+        D=d,
+        OPERAND=operand,
+        SPLIT=_LINEAR_SPLIT,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        BLOCK_K=tile.k,
+    )
+    result = _empty_stats(lead, x.device)
+    _merge(workspace, tl.float32, list(result), top2=True)
+    return result

@@ -3,6 +3,7 @@
 from mdmi_fast._threads import get_num_threads, set_num_threads
 from mdmi_fast.ops._dispatch import BACKENDS, backends
 from mdmi_fast.ops.kl import expected_entropy, expected_kl, kl_divergence, mixture_entropy
+from mdmi_fast.ops.launches import StepShape, tune, warmup
 from mdmi_fast.ops.mlp import mlp
 from mdmi_fast.ops.pairwise import (
     PreparedPairwise,
@@ -18,6 +19,7 @@ __all__ = [
     "BACKENDS",
     "PreparedPairwise",
     "Selection",
+    "StepShape",
     "TokenStats",
     "backends",
     "color",
@@ -38,4 +40,6 @@ __all__ = [
     "select_threshold",
     "set_num_threads",
     "token_stats",
+    "tune",
+    "warmup",
 ]

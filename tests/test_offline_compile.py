@@ -1,0 +1,103 @@
+"""What the kernels compile to for GPUs that are not here. benchmarks/static_report looks at more sizes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from mdmi_fast.kernels import _cases, _offline
+
+ROOT = Path(__file__).parent.parent
+
+# Each kernel at least once, the product kernels on every target; the targets of the others take turns to save time.
+PRODUCTS: dict[str, Callable[[], None]] = {
+    "scores 512/256": lambda: _cases.scores((512, 256)),
+    "gradients 256/128": lambda: _cases.gradients((256, 128)),
+}
+OTHERS: list[tuple[str, str, Callable[[], None]]] = [
+    ("sm_80", "statistics, smallest", lambda: _cases.token_statistics(2)),
+    ("sm_90", "statistics, split", lambda: _cases.token_statistics(151936)),
+    ("gfx942", "divergences, typical", lambda: _cases.divergences(33)),
+    ("sm_100", "selections, typical", lambda: _cases.selections(1024)),
+    ("gfx942", "selections, smallest", lambda: _cases.selections(2)),
+    ("sm_90", "head", lambda: _cases.head_statistics(4096, 1024)),
+    ("sm_80", "dense", lambda: _cases.dense_layers(256)),
+    ("sm_90", "two layers", lambda: _cases.scores((512, 256, 128))),
+    ("sm_90", "fp32", lambda: _cases.scores((512, 256), "fp32")),
+    ("sm_80", "tf32", lambda: _cases.scores((512, 256), "tf32")),
+    ("gfx942", "smallest scores", lambda: _cases.scores((16, 1))),
+]
+
+
+def look(target: str, call: Callable[[], None], ones: bool = False) -> list[tuple[_offline.Launch, _offline.Code]]:
+    """Compiles every launch of a call once; fails on what no launch may have."""
+    with _offline.recorded(target) as launches:
+        call()
+    kinds = {(launch.name, str(launch.constants)): launch for launch in launches}
+    seen = []
+    for launch in kinds.values():
+        code = _offline.read(_offline.compiled(launch, target, ones), target)
+        assert code.spilled == 0, (launch.name, code)
+        assert code.shared <= _offline.SHARED_LIMIT[target], (launch.name, code)
+        assert code.threads <= 1024, (launch.name, code)
+        seen.append((launch, code))
+    return seen
+
+
+@pytest.mark.parametrize("target", _offline.TARGETS)
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_products_use_tensor_cores_and_spill_nothing(case: str, target: str) -> None:
+    for launch, code in look(target, PRODUCTS[case]):
+        if "pairwise_mlp" in launch.name:
+            assert code.tensor_core > 0, launch.name
+
+
+@pytest.mark.parametrize(("target", "case", "call"), OTHERS, ids=[f"{target}-{case}" for target, case, _ in OTHERS])
+def test_kernels_stay_within_a_target(target: str, case: str, call: Callable[[], None]) -> None:
+    for launch, code in look(target, call):
+        if case in ("head", "two layers", "tf32", "smallest scores") and launch.name.startswith(("_linear", "_pair")):
+            assert code.tensor_core > 0, launch.name
+
+
+def test_every_kernel_compiles_with_its_scalars_equal_to_1() -> None:
+    calls = [_cases.CASES["smallest"][name] for name in ("stats", "kl", "select")]
+    calls += [
+        lambda: _cases.gradients((16, 16)),
+        lambda: _cases.gradients((16,)),
+        lambda: _cases.head_statistics(2, 16),
+    ]
+    names = {launch.name for call in calls for launch, _ in look("sm_90", call, ones=True)}
+    assert "_pairwise_mlp_bwd_half_kernel" in names
+
+
+def test_another_triton_compiles_the_same_kernels() -> None:
+    """MDMI_OTHER_TRITON names a folder where another version of Triton is installed (`pip install --target`)."""
+    folder = os.environ.get("MDMI_OTHER_TRITON")
+    if not folder:
+        pytest.skip("MDMI_OTHER_TRITON is not set")
+    code = """
+import triton, mdmi_fast
+from mdmi_fast.kernels import _cases, _offline
+for target in ("sm_90", "gfx942"):
+    with _offline.recorded(target) as launches:
+        _cases.scores((256, 128)); _cases.gradients((256, 128)); _cases.token_statistics(33); _cases.selections(64)
+        _cases.divergences(9)
+    for launch in {l.name: l for l in launches}.values():
+        code = _offline.read(_offline.compiled(launch, target), target)
+        assert code.spilled == 0, (target, launch.name, code)
+        assert code.tensor_core or "pairwise" not in launch.name, (target, launch.name)
+print(triton.__version__)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    import triton
+
+    assert done.stdout.strip() != triton.__version__
