@@ -116,7 +116,7 @@ def rows(targets: list[str], variants: bool) -> Iterator[dict[str, Any]]:
 
 
 def compiled(target: str, case: str, launches: list[_offline.Launch]) -> Iterator[dict[str, Any]]:
-    for launch in launches:
+    for launch in _offline.distinct(launches):
         try:
             code = _offline.read(_offline.compiled(launch, target), target)
         except triton.CompilationError as error:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+import mdmi_fast
+from mdmi_fast import ops
 from mdmi_fast.kernels import _cases, _offline
 
 ROOT = Path(__file__).parent.parent
@@ -40,9 +44,8 @@ def look(target: str, call: Callable[[], None], ones: bool = False) -> list[tupl
     """Compiles every launch of a call once; fails on what no launch may have."""
     with _offline.recorded(target) as launches:
         call()
-    kinds = {(launch.name, str(launch.constants)): launch for launch in launches}
     seen = []
-    for launch in kinds.values():
+    for launch in _offline.distinct(launches):
         code = _offline.read(_offline.compiled(launch, target, ones), target)
         assert code.spilled == 0, (launch.name, code)
         assert code.shared <= _offline.SHARED_LIMIT[target], (launch.name, code)
@@ -84,6 +87,8 @@ def test_another_triton_compiles_the_same_kernels() -> None:
         pytest.skip("MDMI_OTHER_TRITON is not set")
     code = """
 import triton, mdmi_fast
+import mdmi_fast
+from mdmi_fast import ops
 from mdmi_fast.kernels import _cases, _offline
 for target in ("sm_90", "gfx942"):
     with _offline.recorded(target) as launches:
@@ -101,3 +106,45 @@ print(triton.__version__)
     import triton
 
     assert done.stdout.strip() != triton.__version__
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on a CPU reach the host code of the kernels; these were imported as what is compiled."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def test_200_sizes_compile_once_a_class(on_cpu: None) -> None:
+    network = ([torch.randn(33, 20)], [torch.randn(20)], torch.randn(20), 0.0)
+    with _offline.recorded("sm_90") as launches:
+        for n in range(1, 201):
+            u, v = torch.empty(2, 1, n, 33)
+            mask = torch.ones(1, n, dtype=torch.bool)
+            rows = torch.zeros(1, min(n, 5), dtype=torch.int64)
+            ops.pairwise_mlp(u, v, *network, mask=mask, backend="triton")
+            ops.pairwise_mlp_rows(u, v, *network, rows, mask=mask, backend="triton")
+            ops.token_stats(torch.empty(2, n, 33), backend="triton")
+            h, mi = torch.empty(1, n), torch.empty(1, n, n)
+            ops.select_budget(h, mi, gamma=1.0, mask=mask, backend="triton")
+            ops.color(mi, tau=0.5, mask=mask, backend="triton")
+    kinds = Counter(launch.name for launch in _offline.distinct(launches))
+    powers = 4  # 32, 64, 128 and 256 positions a program
+    assert kinds.pop("_select_budget_kernel") == powers
+    assert kinds.pop("_color_kernel") == powers
+    assert kinds.pop("_pairwise_mlp_fwd_kernel") == 2  # all pairs; rows
+    assert kinds.pop("_check_kernel") == 2  # with entropies; with degrees
+    assert set(kinds.values()) == {1}, kinds
+
+
+def test_warming_up_launches_what_a_step_launches(on_cpu: None) -> None:
+    shape = mdmi_fast.StepShape(vocabulary=9, positions=12, layers=(8, 4), dtype=torch.float32)
+    with _offline.recorded("sm_90") as launches:
+        mdmi_fast.warmup([shape], device="cpu", backend="triton")
+        warm = list(launches)
+        stats = ops.token_stats(torch.empty(3, 12, 9), backend="triton")
+        u, v = torch.empty(2, 3, 12, 8)
+        network = ([torch.empty(8, 4)], [torch.empty(4)], torch.empty(4), 0.0)
+        mask = torch.ones(3, 12, dtype=torch.bool)
+        ops.score_and_select(stats.entropy, u, v, *network, gamma=0.5, mask=mask, backend="triton")
+    assert len(launches) > len(warm)
+    assert len(_offline.distinct(launches)) == len(_offline.distinct(warm))

@@ -35,8 +35,8 @@ def compare(n_v: int, dtype: torch.dtype) -> None:
     }
     bound = {torch.bfloat16: 8e-3}.get(dtype, 1e-5)  # half an ulp of the gradient's dtype; float32 sums
     for name, call in calls.items():
-        exact = [x.double().requires_grad_(), base.double().requires_grad_()]
-        mine = [x.clone().requires_grad_(), base.clone().requires_grad_()]
+        exact = [t.clone().double().requires_grad_() for t in (x, base)]
+        mine = [t.clone().requires_grad_() for t in (x, base)]
         expected = call(getattr(reference, name), exact[0], weights.double(), exact[1])
         got = call(getattr(ops, name), mine[0], weights, mine[1], backend="triton")
         assert got.dtype == torch.float32

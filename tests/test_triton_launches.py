@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,38 +22,6 @@ def test_interpreted_kernels_run_only_where_they_are_asked_for(monkeypatch: pyte
     assert ops.backends("cpu")["entropy"]["triton"] == []
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert ops.backends("cpu")["entropy"]["triton"] == ["runs on cuda tensors, got cpu"]
-
-
-def compilations(launches: list[_offline.Launch]) -> dict[str, set[Any]]:
-    """What Triton would compile: kernels by the types, constants and divisibility of their arguments."""
-    kinds: dict[str, set[Any]] = {}
-    for launch in launches:
-        kinds.setdefault(launch.name, set()).add(
-            str((_offline.signature(launch, ones=False), launch.constants, launch.tile))
-        )
-    return kinds
-
-
-def test_200_sizes_compile_once_a_class() -> None:
-    network = ([torch.randn(33, 20)], [torch.randn(20)], torch.randn(20), 0.0)
-    with _offline.recorded("sm_90") as launches:
-        for n in range(1, 201):
-            u, v = torch.empty(2, 1, n, 33)
-            mask = torch.ones(1, n, dtype=torch.bool)
-            rows = torch.zeros(1, min(n, 5), dtype=torch.int64)
-            ops.pairwise_mlp(u, v, *network, mask=mask, backend="triton")
-            ops.pairwise_mlp_rows(u, v, *network, rows, mask=mask, backend="triton")
-            ops.token_stats(torch.empty(2, n, 33), backend="triton")
-            h, mi = torch.empty(1, n), torch.empty(1, n, n)
-            ops.select_budget(h, mi, gamma=1.0, mask=mask, backend="triton")
-            ops.color(mi, tau=0.5, mask=mask, backend="triton")
-    kinds = {name: len(kinds) for name, kinds in compilations(launches).items()}
-    powers = 4  # 32, 64, 128 and 256 positions a program
-    assert kinds.pop("_select_budget_kernel") == powers
-    assert kinds.pop("_color_kernel") == powers
-    assert kinds.pop("_pairwise_mlp_fwd_kernel") == 2  # all pairs; rows
-    assert kinds.pop("_check_kernel") == 2  # with entropies; with degrees
-    assert set(kinds.values()) == {1}, kinds
 
 
 def test_a_device_of_every_kind_has_choices() -> None:
@@ -116,18 +83,3 @@ def test_each_candidate_alone_writes_every_element(two_candidates: list[_launche
             torch.testing.assert_close(
                 ops.pairwise_mlp(u, v, *network, backend="triton"), expected, rtol=1e-5, atol=1e-5
             )
-
-
-def test_warming_up_launches_what_a_step_launches() -> None:
-    shape = mdmi_fast.StepShape(vocabulary=9, positions=12, layers=(8, 4), dtype=torch.float32)
-    with _offline.recorded("sm_90") as launches:
-        mdmi_fast.warmup([shape], device="cpu", backend="triton")
-        known = compilations(launches)
-        launches.clear()
-        stats = ops.token_stats(torch.empty(3, 12, 9), backend="triton")
-        u, v = torch.empty(2, 3, 12, 8)
-        network = ([torch.empty(8, 4)], [torch.empty(4)], torch.empty(4), 0.0)
-        mask = torch.ones(3, 12, dtype=torch.bool)
-        ops.score_and_select(stats.entropy, u, v, *network, gamma=0.5, mask=mask, backend="triton")
-        for name, kinds in compilations(launches).items():
-            assert kinds <= known[name], name

@@ -65,13 +65,6 @@ def dense_layers(d: int, dtype: torch.dtype = torch.float32) -> None:
 
 
 CASES: dict[str, dict[str, Callable[[], None]]] = {
-    "smallest": {
-        "stats": lambda: token_statistics(2),
-        "kl": lambda: divergences(2),
-        "select": lambda: selections(2),
-        "head": lambda: head_statistics(2, 1),
-        "pairs": lambda: (scores((1,)), scores((16, 1))),
-    },
     "typical": {
         "stats": lambda: token_statistics(33),
         "kl": lambda: divergences(33),
@@ -84,6 +77,13 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
         "pair gradients": lambda: gradients((512, 256)),
         "pair gradients fp32": lambda: gradients((512, 256), "fp32"),
         "pair gradients, no layer": lambda: gradients((512,)),
+    },
+    "smallest": {
+        "stats": lambda: token_statistics(2),
+        "kl": lambda: divergences(2),
+        "select": lambda: selections(2),
+        "head": lambda: head_statistics(2, 1),
+        "pairs": lambda: (scores((1,)), scores((16, 1))),
     },
     "largest": {
         "stats": lambda: (token_statistics(256000), token_statistics(4096, torch.float64)),

@@ -120,7 +120,7 @@ def rounded(x, DTYPE: tl.constexpr):
     if INTERPRETED and tl.bfloat16 == DTYPE:  # to which the interpreter truncates
         x = x.to(tl.float32)
         bits = x.to(tl.uint32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
     return x.to(DTYPE)
 

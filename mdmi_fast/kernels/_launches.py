@@ -50,8 +50,17 @@ BACKWARD = {
     "tf32": PairTile(8, 8, 32, 64, Tile(8, 2)),
     "fp32": PairTile(4, 8, 32, 64, Tile(8, 1)),
 }
-# Where a target needs another choice than the general one.
-SPECIAL: dict[tuple[str, str, str], PairTile] = {}
+# Beside a tile of pairs these hold one of a weight's gradient.
+WEIGHTS = {
+    "half": PairTile(8, 8, 64, 64, Tile(8, 2)),
+    "tf32": PairTile(8, 8, 32, 64, Tile(8, 2)),
+    "fp32": PairTile(4, 8, 32, 32, Tile(8, 1)),
+}
+# Where a target needs another choice than the general one, because that one would spill there.
+SPECIAL = {
+    ("forward", "sm_80", "half"): PairTile(8, 16, 32, 256, Tile(8, 3)),
+    ("forward", "gfx942", "tf32"): PairTile(8, 8, 32, 128, Tile(8, 2)),
+}
 
 _CANDIDATES = {
     "half": [
@@ -103,7 +112,7 @@ def pair_tile(
             _tuned[key] = _fastest(device, "half" if precision in ("bf16", "fp16") else "single", run)
         if key in _tuned:
             return _tuned[key]
-    table = FORWARD if direction == "forward" else BACKWARD
+    table = {"forward": FORWARD, "backward": BACKWARD, "weights": WEIGHTS}[direction]
     return SPECIAL.get((direction, _common.target_name(device), group)) or table[group]
 
 

@@ -61,6 +61,12 @@ class Launch(NamedTuple):
         return self.kernel.fn.__name__
 
 
+def distinct(launches: list[Launch]) -> list[Launch]:
+    """Those that need a compilation of their own."""
+    kinds = {str((x.name, signature(x, ones=False), x.constants, x.tile)): x for x in launches}
+    return list(kinds.values())
+
+
 @contextmanager
 def recorded(target: str) -> Iterator[list[Launch]]:
     """Launches of the block are kept instead of run, with the choices made for a target."""

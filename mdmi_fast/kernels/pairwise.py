@@ -432,10 +432,11 @@ def _pairwise_mlp_bwd_half_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    N_CHUNKS: tl.constexpr,
 ):
     """dx [part, b, position, H1] of BLOCK_I left positions, from the part's tiles_each tiles of right positions.
 
-    No other program writes these rows, so they are added to where they lie, in a fixed order.
+    It is held in registers as N_CHUNKS chunks of BLOCK_K.
     """
     program = tl.program_id(0)
     part = program // (n_batch * tiles_i)
@@ -449,7 +450,8 @@ def _pairwise_mlp_bwd_half_kernel(
     x_ptr += b * x_batch
     y_ptr += b * y_batch
     e_ptr += b * e_batch
-    dx_ptrs = dx_ptr + (part.to(tl.int64) * n_batch + b) * n_left * H1 + left.to(tl.int64)[:, None] * H1
+    chunks = tl.arange(0, N_CHUNKS)
+    dx = tl.zeros((BLOCK_I, N_CHUNKS, BLOCK_K), tl.float32)
     first_tile = part * tiles_each
     for tile in range(first_tile, tl.minimum(first_tile + tiles_each, tiles_j)):
         right = _listed(right_ptr, tile * BLOCK_J + tl.arange(0, BLOCK_J), n_right)
@@ -487,10 +489,11 @@ def _pairwise_mlp_bwd_half_kernel(
                         dz0 = e_pairs * _load_vector(w_out_ptr, k, H1)[None, :]
                     x = _load_half(x_ptr, x_row, left, k, H1)
                     y = _load_half(y_ptr, y_row, right, k, H1)
-                    inside = (left >= 0)[:, None] & (k < H1)[None, :]
-                    dx = tl.load(dx_ptrs + k[None, :], mask=inside, other=0.0) + _through_halves(dz0, x, y, ADD)
-                    tl.store(dx_ptrs + k[None, :], dx, mask=inside)
-            tl.debug_barrier()  # other threads of the program read these sums in the next round
+                    d_chunk = _through_halves(dz0, x, y, ADD)[:, None, :]
+                    dx += tl.where((chunks == first_k // BLOCK_K)[None, :, None], d_chunk, 0.0)
+    every_k = (chunks * BLOCK_K)[:, None] + tl.arange(0, BLOCK_K)[None, :]
+    dx_ptrs = dx_ptr + (part.to(tl.int64) * n_batch + b) * n_left * H1 + left.to(tl.int64)[:, None, None] * H1
+    tl.store(dx_ptrs + every_k[None, :, :], dx, mask=(left >= 0)[:, None, None] & (every_k < H1)[None, :, :])
 
 
 @triton.jit(do_not_specialize=[*_BACKWARD_VARYING, "n_tiles", "tiles_i", "tiles_j", "n_parts"])
@@ -602,9 +605,8 @@ def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]
     reasons = []
     if any(x.dtype == torch.float64 for x in tensors):
         reasons.append("scores pairs in float32, got float64")
-    # u, v, w_out and b_out, and two tensors a layer
-    n_layers, most = (len(tensors) - 4) // 2, 1 if op.endswith("_backward") else MAX_LAYERS
-    if op.startswith("pairwise_mlp") and n_layers > most:
+    n_layers, most = sum(x.ndim == 2 for x in tensors), 1 if op.endswith("_backward") else MAX_LAYERS
+    if n_layers > most:
         reasons.append(f"{op} has at most {most} dense layers, got {n_layers}")
     return reasons
 
@@ -921,6 +923,7 @@ def _half_gradient(
             BLOCK_J=tile.j,
             BLOCK_K=_block(h1, tile.k),
             BLOCK_N=_block(h2, tile.n),
+            N_CHUNKS=triton.next_power_of_2(triton.cdiv(h1, _block(h1, tile.k))),
         )
         return dx.sum(0)
 
