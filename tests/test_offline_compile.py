@@ -86,15 +86,16 @@ def test_another_triton_compiles_the_same_kernels() -> None:
     if not folder:
         pytest.skip("MDMI_OTHER_TRITON is not set")
     code = """
-import triton, mdmi_fast
-import mdmi_fast
-from mdmi_fast import ops
+import triton
 from mdmi_fast.kernels import _cases, _offline
-for target in ("sm_90", "gfx942"):
+calls = {"gfx942": [lambda: _cases.scores((256, 128))],
+         "sm_90": [lambda: _cases.scores((256, 128)), lambda: _cases.gradients((64, 64)), lambda: _cases.token_statistics(33),
+                   lambda: _cases.selections(64), lambda: _cases.head_statistics(256, 64)]}
+for target in calls:
     with _offline.recorded(target) as launches:
-        _cases.scores((256, 128)); _cases.gradients((256, 128)); _cases.token_statistics(33); _cases.selections(64)
-        _cases.divergences(9)
-    for launch in {l.name: l for l in launches}.values():
+        for call in calls[target]:
+            call()
+    for launch in _offline.distinct(launches):
         code = _offline.read(_offline.compiled(launch, target), target)
         assert code.spilled == 0, (target, launch.name, code)
         assert code.tensor_core or "pairwise" not in launch.name, (target, launch.name)
@@ -118,7 +119,10 @@ def test_200_sizes_compile_once_a_class(on_cpu: None) -> None:
     network = ([torch.randn(33, 20)], [torch.randn(20)], torch.randn(20), 0.0)
     with _offline.recorded("sm_90") as launches:
         for n in range(1, 201):
-            u, v = torch.empty(2, 1, n, 33)
+            u, v = (
+                torch.empty(1, n, 33),
+                torch.empty(1, n, 33),
+            )  # a view that is not aligned to 16 bytes is a class of its own
             mask = torch.ones(1, n, dtype=torch.bool)
             rows = torch.zeros(1, min(n, 5), dtype=torch.int64)
             ops.pairwise_mlp(u, v, *network, mask=mask, backend="triton")
@@ -142,7 +146,7 @@ def test_warming_up_launches_what_a_step_launches(on_cpu: None) -> None:
         mdmi_fast.warmup([shape], device="cpu", backend="triton")
         warm = list(launches)
         stats = ops.token_stats(torch.empty(3, 12, 9), backend="triton")
-        u, v = torch.empty(2, 3, 12, 8)
+        u, v = torch.empty(3, 12, 8), torch.empty(3, 12, 8)
         network = ([torch.empty(8, 4)], [torch.empty(4)], torch.empty(4), 0.0)
         mask = torch.ones(3, 12, dtype=torch.bool)
         ops.score_and_select(stats.entropy, u, v, *network, gamma=0.5, mask=mask, backend="triton")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -78,17 +79,19 @@ def warmup(shapes: Sequence[StepShape], *, device: str | torch.device = "cuda", 
     """
     for shape in shapes:
         n, (h1, *rest) = shape.positions, shape.layers
-        made = {"dtype": shape.dtype, "device": device}
+        made: dict[str, Any] = {"dtype": shape.dtype, "device": device}
         stats = token_stats(torch.zeros(1, n, shape.vocabulary, **made), backend=backend)
-        u, v = torch.zeros(2, 1, n, h1, **made).unbind(0)
+        u, v = (torch.zeros(1, n, h1, **made) for _ in range(2))
         weights = [torch.zeros(a, b, **made) for a, b in zip(shape.layers, rest, strict=False)]
         network = (weights, [torch.zeros(b, **made) for b in rest], torch.zeros(shape.layers[-1], **made), 0.0)
-        options = {"combine": shape.combine, "symmetry": shape.symmetry, "activation": shape.activation}
+        options: dict[str, Any] = {"combine": shape.combine, "symmetry": shape.symmetry, "activation": shape.activation}
         mask = torch.ones(1, n, dtype=torch.bool, device=device)
-        precision = {"precision": shape.precision, "backend": backend}
+        precision: dict[str, Any] = {"precision": shape.precision, "backend": backend}
         prepared = prepare_pairwise(*network, **precision)
         mi = pairwise_mlp(u, v, *network, mask=mask, prepared=prepared, **options)
-        for weighting in ({}, {"entropy_weight": 0.0}):
-            select_budget(stats.entropy, mi, gamma=1.0, order=shape.order, mask=mask, backend=backend, **weighting)
+        for weight in (0.0, 1.0):
+            select_budget(
+                stats.entropy, mi, gamma=1.0, entropy_weight=weight, order=shape.order, mask=mask, backend=backend
+            )
         select_threshold(stats.entropy, mi, tau=0.1, mask=mask, backend=backend)
         score_and_select(stats.entropy, u, v, *network, gamma=1.0, mask=mask, prepared=prepared, **options)
