@@ -215,13 +215,12 @@ def check_rows(report: Report) -> None:
         report.check(
             "token_stats", f"V {n_v}", ops.token_stats(x, backend="triton"), reference.token_stats(x.double()), 1e-5
         )
-        k = x[:24].view(4, -1, n_v) if len(x) >= 24 else x[:4].view(4, 1, n_v)
+        k = torch.randn(4, min(rows, 16), n_v, device=device) * 3
         weights = torch.rand(k.shape[:2], device=device)
         for op, args in (("expected_entropy", ()), ("expected_kl", (k[-1],)), ("mixture_entropy", ())):
             got = getattr(ops, op)(k, weights, *args, backend="triton")
             expected = getattr(reference, op)(k.double(), weights.double(), *(a.double() for a in args))
-            finite = expected.isfinite()
-            report.check(op, f"V {n_v}", got[finite], expected[finite], 2e-5)
+            report.check(op, f"V {n_v}", got, expected, 2e-5)
     rows, d, n_v = report.sizes.head
     hidden, weight = (torch.randn(a, d, device=device).bfloat16() / d**0.25 for a in (min(rows, 32), n_v))
     expected = reference.token_stats(hidden.double() @ weight.double().T)

@@ -51,7 +51,7 @@ def compare(n_v: int, dtype: torch.dtype) -> None:
                 )
 
 
-@pytest.mark.parametrize("n_v", [1, 2, 9, 33, 2500])
+@pytest.mark.parametrize("n_v", [1, 9, 2500])
 def test_values_and_gradients_of_any_vocabulary(n_v: int) -> None:
     compare(n_v, torch.float32)
 

@@ -65,21 +65,22 @@ def compare(layout: str, widths: tuple[int, ...], gradients: bool, **options: An
             torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("combine", "symmetry", "activation"),
+    ("layout", "combine", "symmetry", "activation"),
     [
-        ("add", "none", "softplus"),
-        ("add", "mean", "identity"),
-        ("mul", "upper", "identity"),
-        ("mul", "mean", "softplus"),
+        ("all", "add", "none", "softplus"),
+        ("all", "mul", "upper", "identity"),
+        ("rows", "mul", "mean", "softplus"),
+        ("rows", "add", "upper", "identity"),
+        ("band", "add", "mean", "identity"),
+        ("band", "mul", "none", "softplus"),
     ],
 )
 def test_scores_and_gradients_of_every_layout(layout: str, combine: str, symmetry: str, activation: str) -> None:
     compare(layout, (19, 33), True, combine=combine, symmetry=symmetry, activation=activation)
 
 
-@pytest.mark.parametrize("widths", [(1,), (20,), (5, 1), (18, 33, 24), (3, 2, 1)])
+@pytest.mark.parametrize("widths", [(1,), (5, 1), (18, 33, 24)])
 def test_other_depths_and_widths(widths: tuple[int, ...]) -> None:
     compare("all", widths, len(widths) < 3, symmetry="upper")
 

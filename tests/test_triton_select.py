@@ -31,9 +31,9 @@ def same(a: ops.Selection, b: ops.Selection) -> None:
     torch.testing.assert_close(a.spent, b.spent, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_budgets(seed: int) -> None:
-    h, mi, mask = case(seed, [1, 7, 33, 40][seed])
+    h, mi, mask = case(seed, [1, 17, 33][seed])
     settings = [
         {"gamma": 2.0, "lam": 0.7},
         {"gamma": torch.tensor([0.3, 1.7, INF], dtype=torch.float64), "lam": 1 / 3, "entropy_weight": 0.0, "limit": 5},
@@ -45,9 +45,9 @@ def test_budgets(seed: int) -> None:
         same(got, expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_thresholds_and_colours(seed: int) -> None:
-    h, mi, mask = case(seed, [5, 17, 40][seed])
+    h, mi, mask = case(seed, [5, 20][seed])
     for tau, limit in ((0.1, None), (-1.0, 4)):
         options = {"tau": tau, "mask": mask}
         same(

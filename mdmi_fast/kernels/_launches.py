@@ -56,8 +56,9 @@ WEIGHTS = {
     "tf32": PairTile(8, 8, 32, 64, Tile(8, 2)),
     "fp32": PairTile(4, 8, 32, 32, Tile(8, 1)),
 }
-# Where a target needs another choice than the general one, because that one would spill there.
+# Where a target needs another choice than the general one, because that one would spill or take too much shared memory there.
 SPECIAL = {
+    ("forward", "gfx942", "half"): PairTile(8, 16, 64, 256, Tile(8, 2)),
     ("forward", "sm_80", "half"): PairTile(8, 16, 32, 256, Tile(8, 3)),
     ("forward", "gfx942", "tf32"): PairTile(8, 8, 32, 128, Tile(8, 2)),
 }
