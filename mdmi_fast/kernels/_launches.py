@@ -35,10 +35,11 @@ class PairTile(NamedTuple):
 GRADIENT_INPUTS = 128
 """Inputs of the tile of a weight's gradient that one program holds."""
 
-# Half precision: a tile of pairs keeps 256 outputs in registers (tensor memory on sm_100), so that activations are formed once.
-# fp32 has no tensor cores on NVIDIA: small tiles that do not spill.
+# Half precision: 128 pairs and all outputs of the layer at once, so that activations are formed once and weights are read once
+# for 128 pairs. fp32 has no tensor cores on NVIDIA: small tiles that do not spill. "narrow": at most 128 outputs.
 FORWARD = {
     "half": PairTile(8, 16, 64, 256, Tile(8, 3)),
+    "half, narrow": PairTile(8, 16, 64, 128, Tile(8, 3)),
     "half, two layers": PairTile(8, 16, 64, 64, Tile(8, 2)),
     "tf32": PairTile(8, 16, 32, 128, Tile(8, 3)),
     "tf32, two layers": PairTile(8, 16, 32, 64, Tile(8, 2), last=128),
@@ -58,8 +59,14 @@ WEIGHTS = {
 }
 # Where a target needs another choice than the general one, because that one would spill or take too much shared memory there.
 SPECIAL = {
-    ("forward", "gfx942", "half"): PairTile(8, 16, 64, 256, Tile(8, 2)),
+    # 64 inputs at a time spill
     ("forward", "sm_80", "half"): PairTile(8, 16, 32, 256, Tile(8, 3)),
+    ("forward", "sm_80", "half, two layers"): PairTile(8, 16, 32, 64, Tile(8, 2), last=128),
+    # 128 x 256 sums do not fit in registers when they come out of tensor memory
+    ("forward", "sm_100", "half"): PairTile(8, 8, 64, 128, Tile(4, 3)),
+    ("forward", "sm_100", "half, two layers"): PairTile(8, 8, 64, 64, Tile(4, 2), last=128),
+    # three stages take more than its 64 KiB of shared memory
+    ("forward", "gfx942", "half"): PairTile(8, 16, 64, 256, Tile(8, 2)),
     ("forward", "gfx942", "tf32"): PairTile(8, 8, 32, 128, Tile(8, 2)),
 }
 
@@ -105,6 +112,8 @@ def pair_tile(
     group = "half" if precision in ("bf16", "fp16") else precision
     if widths[2]:
         group += ", two layers"
+    elif direction == "forward" and group == "half" and widths[1] <= 128:
+        group += ", narrow"
     if _forced is not None:
         return _forced
     if _tuned or _tuning:
