@@ -123,7 +123,7 @@ def compiled(launch: Launch, target: str, ones: bool = False) -> CompiledKernel:
 class Code(NamedTuple):
     registers: int
     spilled: int
-    """Bytes of stack and, on AMD, spilled registers; on NVIDIA also LDL and STL instructions."""
+    """Bytes of stack, and on AMD spilled vector registers, on NVIDIA LDL and STL instructions; 0 or bad."""
     shared: int
     threads: int
     tensor_core: int
@@ -186,16 +186,11 @@ def read(kernel: CompiledKernel, target: str) -> Code:
         text = kernel.asm["amdgcn"]
         field = {
             key: int(re.search(rf"\.{key}:\s+(\d+)", text)[1])
-            for key in (
-                "vgpr_count",
-                "agpr_count",
-                "vgpr_spill_count",
-                "sgpr_spill_count",
-                "private_segment_fixed_size",
-            )
+            for key in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size")
         }
         registers = field["vgpr_count"]
-        spilled = field["vgpr_spill_count"] + field["sgpr_spill_count"] + field["private_segment_fixed_size"]
+        # spilled scalars go to lanes of a vector register, not to memory
+        spilled = field["vgpr_spill_count"] + field["private_segment_fixed_size"]
         code = _gcn(text)
     else:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
