@@ -32,10 +32,10 @@ OTHERS: list[tuple[str, str, Callable[[], None]]] = [
     ("sm_100", "selections, typical", lambda: _cases.selections(1024)),
     ("gfx942", "selections, smallest", lambda: _cases.selections(2)),
     ("sm_90", "head", lambda: _cases.head_statistics(4096, 1024)),
-    ("sm_80", "dense", lambda: _cases.dense_layers(256)),
+    ("sm_90", "dense", lambda: _cases.dense_layers(256)),
     ("sm_90", "two layers", lambda: _cases.scores((512, 256, 128))),
-    ("sm_90", "fp32", lambda: _cases.scores((512, 256), "fp32")),
-    ("sm_80", "tf32", lambda: _cases.scores((512, 256), "tf32")),
+    ("sm_80", "fp32", lambda: _cases.scores((512, 256), "fp32")),
+    ("sm_90", "tf32", lambda: _cases.scores((512, 256), "tf32")),
     ("gfx942", "smallest scores", lambda: _cases.scores((16, 1))),
 ]
 
