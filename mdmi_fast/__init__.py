@@ -32,7 +32,7 @@ from mdmi_fast.estimator import PairwiseMIEstimator, evaluate_estimator, load_es
 from mdmi_fast.labels import MILabels, label_mi
 from mdmi_fast.maps import dependency_graph, mi_map
 from mdmi_fast.models import MaskedModel, MaskedOutput, load_model
-from mdmi_fast.ops import Selection, TokenStats, get_num_threads, set_num_threads
+from mdmi_fast.ops import Selection, StepShape, TokenStats, get_num_threads, set_num_threads, tune, warmup
 
 __all__ = [
     "AttentionGraph",
@@ -54,6 +54,7 @@ __all__ = [
     "Selection",
     "Sequential",
     "Stability",
+    "StepShape",
     "TokenStats",
     "TopK",
     "UnsupportedError",
@@ -68,4 +69,6 @@ __all__ = [
     "ops",
     "set_num_threads",
     "train_estimator",
+    "tune",
+    "warmup",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,7 +49,13 @@ def _stem(op: str) -> str:
     return next(stem for stem, ops in _dispatch.OPS.items() if op.removesuffix("_backward") in ops)
 
 
-@pytest.fixture(params=["torch", "cpp"])
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton kernels run on a CPU in this process; test_triton.py starts such a one for the files test_triton_*.py."""
+
+collect_ignore_glob = [] if INTERPRETED else ["test_triton_*.py"]
+
+
+@pytest.fixture(params=["torch", "cpp", *(["triton"] if INTERPRETED else [])])
 def backend(request: pytest.FixtureRequest) -> str:
     """Each backend that can run on this machine the ops that the test names with `@pytest.mark.op`."""
     name: str = request.param

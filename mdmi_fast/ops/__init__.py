@@ -10,6 +10,7 @@ from mdmi_fast.ops.kl import (
     mixture_entropy,
     mixture_stats,
 )
+from mdmi_fast.ops.launches import StepShape, tune, warmup
 from mdmi_fast.ops.mlp import mlp
 from mdmi_fast.ops.pairwise import (
     PreparedPairwise,
@@ -26,6 +27,7 @@ __all__ = [
     "MixtureStats",
     "PreparedPairwise",
     "Selection",
+    "StepShape",
     "TokenStats",
     "backends",
     "color",
@@ -47,4 +49,6 @@ __all__ = [
     "select_threshold",
     "set_num_threads",
     "token_stats",
+    "tune",
+    "warmup",
 ]

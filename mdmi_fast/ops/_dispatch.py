@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -41,9 +42,14 @@ def _module(backend: str, stem: str) -> types.ModuleType | str:
         return f"cannot be imported ({error})"
 
 
+def _interpreted(backend: str, device: str) -> bool:
+    """Whether Triton's interpreter, meant for tests, would run a backend's kernels on a CPU."""
+    return backend == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def _missing(backend: str, stem: str, op: str, device: str) -> list[str]:
     """Why a backend cannot run an op on a kind of device whatever the tensors; empty if it can."""
-    if backend in _DEVICES and device != _DEVICES[backend]:
+    if backend in _DEVICES and device != _DEVICES[backend] and not _interpreted(backend, device):
         return [f"runs on {_DEVICES[backend]} tensors, got {device}"]
     module = _module(backend, stem)
     if isinstance(module, str):
@@ -54,7 +60,8 @@ def _missing(backend: str, stem: str, op: str, device: str) -> list[str]:
 @functools.cache
 def _able(stem: str, op: str, device: str, named: str | None) -> list[tuple[str, types.ModuleType]]:
     """The backends, or the one named, that have an op for a kind of device, with their modules; the best first."""
-    names = BACKENDS if named is None else (named,)
+    # interpreted kernels are for those who ask for them
+    names = [name for name in BACKENDS if not _interpreted(name, device)] if named is None else [named]
     return [(name, _module(name, stem)) for name in names if not _missing(name, stem, op, device)]  # type: ignore[misc]
 
 
@@ -109,12 +116,18 @@ def choose(
 
 
 def call(stem: str, op: str, backend: str | None, tensors: Sequence[Tensor], precision: str | None, *args: Any) -> Any:
-    """Runs an op on the chosen backend, outside autocast: the dtypes of the operands decide, not the context."""
+    """Runs an op on the chosen backend and the tensors' device, outside autocast: the operands' dtypes decide."""
     _, function = choose(stem, op, backend, tensors, precision)
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    device = tensors[0].device
+    autocast = torch.is_autocast_enabled(device.type)
+    if not autocast and device.type != "cuda":
         return function(*args)
-    with torch.autocast(device, enabled=False):
+    with contextlib.ExitStack() as stack:
+        if autocast:
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        if device.type == "cuda":
+            # a kernel is launched on the current device, whatever its tensors lie on
+            stack.enter_context(torch.cuda.device(device))
         return function(*args)
 
 

@@ -24,7 +24,7 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, backe
         x: [B, ..., D] or [rows, D] floating, any strides.
         weights: one or more matrices [in, out].
         biases: their biases [out].
-        backend: "cpp", "torch" or None.
+        backend: "triton", "cpp", "torch" or None.
 
     Returns:
         [..., out of the last layer] float32. Differentiable in all operands.

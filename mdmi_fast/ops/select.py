@@ -131,6 +131,8 @@ def select_budget(
     Numerics:
         Costs in float64, MI added in the order chosen, no fused multiply-add: the same selection bit for bit on every backend.
         Ties go to the lower index. inf is a cost that never fits; a weight of 0 makes its term 0, also for inf.
+        On a GPU a NaN cannot raise without stopping the queue: nothing
+        of that sequence is selected, and its `spent` is NaN.
 
     Example:
         >>> import torch
@@ -214,7 +216,8 @@ def select_threshold(
         UnsupportedError: the backend named cannot run this call.
 
     Numerics:
-        Compared as they are, summed in float64; ties go to the lower index. The first is always taken.
+        Compared as they are, summed in float64; ties go to the lower index. The first is always taken. On a GPU a NaN cannot
+        raise without stopping the queue: nothing of that sequence is selected, and its `spent` is NaN.
 
     Example:
         >>> import torch
@@ -267,7 +270,8 @@ def color(mi: Tensor, *, tau: float, mask: Tensor | None = None, backend: str | 
         UnsupportedError: the backend named cannot run this call.
 
     Numerics:
-        Compared as they are; ties in degree go to the lower index.
+        Compared as they are; ties in degree go to the lower index. On a GPU a NaN cannot raise without stopping the queue: all
+        groups of that sequence are -1.
 
     Example:
         >>> import torch

@@ -1,0 +1,229 @@
+"""What the kernels share: launching, views of rows, and the device functions of row statistics and products.
+
+Kernel files do without `from __future__ import annotations`: Triton reads the annotations of a kernel as objects.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+LOWEST = tl.constexpr(-1e30)
+"""Stands for -inf where -inf * 0 would be NaN; far below any logit that a float32 exponential tells from it."""
+
+
+# --- launching
+
+
+class Tile(NamedTuple):
+    """How a kernel is compiled beyond what its arguments say; the table of pair tiles is in `_launches`."""
+
+    warps: int
+    stages: int = 1
+    fusion: bool = True
+    """Whether a * b + c may be one instruction; said for every kernel, because Triton's default changes with its versions."""
+
+
+def launch(kernel, n_programs: int, tile: Tile, *args: object, **constants: object) -> None:
+    """Runs n_programs programs of a kernel; every launch of the package passes here."""
+    if n_programs:
+        kernel[(n_programs,)](
+            *args, **constants, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=tile.fusion
+        )
+
+
+def target_name(device: torch.device) -> str:
+    """The architecture that launch choices are made for; a newer or unknown one gets those of the nearest below."""
+    if device.type != "cuda":
+        return "sm_80"  # interpreted: any choice is right
+    if torch.version.hip:
+        return "gfx942"
+    major, _ = torch.cuda.get_device_capability(device)
+    return {8: "sm_80", 9: "sm_90"}.get(major, "sm_100" if major >= 10 else "sm_80")
+
+
+# --- rows: tensors [..., V] whose leading dimensions have any strides
+
+ROW_ELEMENTS = 2048  # 8 for each of 256 threads: enough loads in flight, and no kernel spills
+ROW_SPLIT = 16384  # columns of one program where a row is shared by several
+
+
+class RowTile(NamedTuple):
+    """Rows and columns of a tile; they depend on V alone, so a row is summed the same way in any batch."""
+
+    rows: int
+    columns: int
+    tile: Tile
+
+
+def row_tile(n_v: int, acc: tl.dtype) -> RowTile:
+    elements = ROW_ELEMENTS // 4 if acc == tl.float64 else ROW_ELEMENTS
+    columns = min(triton.next_power_of_2(n_v), elements)
+    rows = min(elements // columns, 128)
+    return RowTile(rows, columns, Tile(warps=min(8, max(1, rows * columns // 256))))
+
+
+def accumulator(*tensors: Tensor) -> tl.dtype:
+    """float64 if any tensor is, else float32."""
+    return tl.float64 if any(t.dtype == torch.float64 for t in tensors) else tl.float32
+
+
+def torch_dtype(accumulator: tl.dtype) -> torch.dtype:
+    return torch.float64 if accumulator == tl.float64 else torch.float32
+
+
+def row_views(lead: torch.Size, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views [outer, inner, ...] of tensors [*lead, ...], whatever their strides; more than one tuple of them only if needed."""
+    if not lead.numel():
+        return
+    for cut in range(len(lead), -1, -1) if lead.numel() < 2**31 else ():
+        sizes = (lead[:cut].numel(), lead[cut:].numel())
+        try:
+            views = tuple(t.view(*sizes, *t.shape[len(lead) :]) for t in tensors)
+        except RuntimeError:  # these strides cannot be two dimensions cut here
+            continue
+        yield views
+        return
+    for parts in zip(*(t.unbind(0) for t in tensors), strict=True):
+        yield from row_views(lead[1:], *parts)
+
+
+def row_strides(x: Tensor) -> tuple[int, int]:
+    """Strides of a view [outer, inner, ...]; that of a dimension of 1 is 0, which keeps it out of the compiled variants."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
+
+
+@triton.jit
+def row_offset(row, n_inner, stride_outer, stride_inner):
+    """Offsets of rows of a view [outer, inner, ...]; there are less than 2^31 of them, and 64-bit division is a subroutine."""
+    row = row.to(tl.int32)
+    return (row // n_inner).to(tl.int64) * stride_outer + (row % n_inner).to(tl.int64) * stride_inner
+
+
+# --- products
+
+
+@triton.jit
+def relu(x):
+    """max(x, 0); NaN stays NaN, so that it reaches the score and is seen."""
+    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """x to the nearest number of a dtype."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:  # to which the interpreter truncates
+        x = x.to(tl.float32)
+        bits = x.to(tl.uint32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b with float32 sums; PRECISION ("ieee" or "tf32") is that of float32 operands."""
+    if INTERPRETED:  # which multiplies the raw bits of bfloat16
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+class MatrixTile(NamedTuple):
+    """Rows, columns and inputs of a tile of a product of rows with a matrix."""
+
+    rows: int
+    columns: int
+    k: int
+    tile: Tile
+
+
+_MATRIX = {True: MatrixTile(128, 128, 64, Tile(8, 3)), False: MatrixTile(64, 64, 32, Tile(8, 2))}
+"""By whether the operands are half precision; chosen to fit every target, see `benchmarks/static_report`."""
+
+
+def matrix_tile(x: Tensor, w: Tensor) -> tuple[MatrixTile, tl.dtype]:
+    """Of a product of x with w, with the dtype of its operands: exact, so float32 unless both are of one half precision."""
+    half = x.dtype == w.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    operand = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype] if half else tl.float32
+    return _MATRIX[half], operand
+
+
+@triton.jit
+def matrix_product(
+    x_ptrs,
+    x_inside,
+    w_ptrs,
+    w_inside,
+    x_k,
+    w_k,
+    D: tl.constexpr,
+    OPERAND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Rows at x_ptrs [ROWS, 1] times columns at w_ptrs [1, COLUMNS], both with D entries x_k and w_k apart, in float32."""
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, D, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        x_here = x_inside[:, None] & (k < D)[None, :]
+        w_here = w_inside[None, :] & (k < D)[:, None]
+        x = tl.load(x_ptrs + k.to(tl.int64)[None, :] * x_k, mask=x_here, other=0.0)
+        w = tl.load(w_ptrs + k.to(tl.int64)[:, None] * w_k, mask=w_here, other=0.0)
+        acc = dot(x.to(OPERAND), w.to(OPERAND), acc, "ieee")
+    return acc
+
+
+# --- statistics of rows, tile by tile.  top: the largest logit so far; total: the sum of e = exp(x - top); weighted: the
+# sum of e (x - top).  NaN and +inf make total NaN, whatever the maximum does with them; nothing but -inf leaves it 0.
+
+
+@triton.jit
+def above_floor(top):
+    """What to subtract before an exponential: top, or 0 where there is nothing but -inf."""
+    return tl.where(top == -float("inf"), 0.0, top)
+
+
+@triton.jit
+def tile_sums(x):
+    """top, total and weighted [R] of a tile [R, C], -inf where it is padded."""
+    top = tl.max(x, 1)
+    shifted = x - above_floor(top)[:, None]
+    e = tl.exp(shifted)
+    return top, tl.sum(e, 1), tl.sum(e * tl.maximum(shifted, LOWEST), 1)
+
+
+@triton.jit
+def merge_sums(top_a, total_a, weighted_a, top_b, total_b, weighted_b):
+    """The sums of two parts of a row."""
+    top = tl.maximum(top_a, top_b)
+    base = above_floor(top)
+    shift_a, shift_b = top_a - base, top_b - base
+    scale_a, scale_b = tl.exp(shift_a), tl.exp(shift_b)
+    weighted_a += tl.maximum(shift_a, LOWEST) * total_a
+    weighted_b += tl.maximum(shift_b, LOWEST) * total_b
+    return top, scale_a * total_a + scale_b * total_b, scale_a * weighted_a + scale_b * weighted_b
+
+
+@triton.jit
+def defined(total):
+    """total, NaN where the row has no probabilities."""
+    return tl.where(total == 0, float("nan"), total)
+
+
+@triton.jit
+def entropy_of(total, weighted):
+    total = defined(total)
+    return tl.log(total) - weighted / total
+
+
+@triton.jit
+def load_logits(pointers, inside, ACC: tl.constexpr):
+    """A tile of logits in ACC, -inf outside."""
+    return tl.load(pointers, mask=inside, other=-float("inf")).to(ACC)

@@ -1,0 +1,154 @@
+"""What the kernels compile to for GPUs that are not here. benchmarks/static_report looks at more sizes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import mdmi_fast
+from mdmi_fast import ops
+from mdmi_fast.kernels import _cases, _offline
+
+ROOT = Path(__file__).parent.parent
+
+# Each kernel at least once, the product kernels on every target; the targets of the others take turns to save time.
+PRODUCTS: dict[str, Callable[[], None]] = {
+    "scores 512/256": lambda: _cases.scores((512, 256)),
+    "gradients 256/128": lambda: _cases.gradients((256, 128)),
+}
+OTHERS: list[tuple[str, str, Callable[[], None]]] = [
+    ("sm_80", "statistics, smallest", lambda: _cases.token_statistics(2)),
+    ("sm_90", "statistics, split", lambda: _cases.token_statistics(151936)),
+    ("gfx942", "divergences, typical", lambda: _cases.divergences(33)),
+    ("sm_100", "selections, typical", lambda: _cases.selections(1024)),
+    ("gfx942", "selections, smallest", lambda: _cases.selections(2)),
+    ("sm_90", "head", lambda: _cases.head_statistics(4096, 1024)),
+    ("sm_90", "dense", lambda: _cases.dense_layers(256)),
+    ("sm_90", "two layers", lambda: _cases.scores((512, 256, 128))),
+    ("sm_80", "fp32", lambda: _cases.scores((512, 256), "fp32")),
+    ("sm_90", "tf32", lambda: _cases.scores((512, 256), "tf32")),
+    ("gfx942", "smallest scores", lambda: _cases.scores((16, 1))),
+]
+
+
+def look(target: str, call: Callable[[], None], ones: bool = False) -> list[tuple[_offline.Launch, _offline.Code]]:
+    """Compiles every launch of a call once; fails on what no launch may have."""
+    with _offline.recorded(target) as launches:
+        call()
+    seen = []
+    for launch in _offline.distinct(launches):
+        code = _offline.read(_offline.compiled(launch, target, ones), target)
+        assert code.spilled == 0, (launch.name, code)
+        assert code.shared <= _offline.SHARED_LIMIT[target], (launch.name, code)
+        assert code.threads <= 1024, (launch.name, code)
+        seen.append((launch, code))
+    return seen
+
+
+@pytest.mark.parametrize("target", _offline.TARGETS)
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_products_use_tensor_cores_and_spill_nothing(case: str, target: str) -> None:
+    for launch, code in look(target, PRODUCTS[case]):
+        if "pairwise_mlp" in launch.name:
+            assert code.tensor_core > 0, launch.name
+
+
+@pytest.mark.parametrize(("target", "case", "call"), OTHERS, ids=[f"{target}-{case}" for target, case, _ in OTHERS])
+def test_kernels_stay_within_a_target(target: str, case: str, call: Callable[[], None]) -> None:
+    for launch, code in look(target, call):
+        if case in ("head", "two layers", "tf32", "smallest scores") and launch.name.startswith(("_linear", "_pair")):
+            assert code.tensor_core > 0, launch.name
+
+
+def test_every_kernel_compiles_with_its_scalars_equal_to_1() -> None:
+    calls = [_cases.CASES["smallest"][name] for name in ("stats", "kl", "select")]
+    calls += [
+        lambda: _cases.gradients((16, 16)),
+        lambda: _cases.gradients((16,)),
+        lambda: _cases.head_statistics(2, 16),
+    ]
+    names = {launch.name for call in calls for launch, _ in look("sm_90", call, ones=True)}
+    assert "_pairwise_mlp_bwd_half_kernel" in names
+
+
+def test_another_triton_compiles_the_same_kernels() -> None:
+    """MDMI_OTHER_TRITON names a folder where another version of Triton is installed (`pip install --target`)."""
+    folder = os.environ.get("MDMI_OTHER_TRITON")
+    if not folder:
+        pytest.skip("MDMI_OTHER_TRITON is not set")
+    code = """
+import triton
+from mdmi_fast.kernels import _cases, _offline
+calls = {"gfx942": [lambda: _cases.scores((256, 128))],
+         "sm_90": [lambda: _cases.scores((256, 128)), lambda: _cases.gradients((64, 64)), lambda: _cases.token_statistics(33),
+                   lambda: _cases.selections(64), lambda: _cases.head_statistics(256, 64)]}
+for target in calls:
+    with _offline.recorded(target) as launches:
+        for call in calls[target]:
+            call()
+    for launch in _offline.distinct(launches):
+        code = _offline.read(_offline.compiled(launch, target), target)
+        assert code.spilled == 0, (target, launch.name, code)
+        assert code.tensor_core or "pairwise" not in launch.name, (target, launch.name)
+print(triton.__version__)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    import triton
+
+    assert done.stdout.strip() != triton.__version__
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on a CPU reach the host code of the kernels; these were imported as what is compiled."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def test_200_sizes_compile_once_a_class(on_cpu: None) -> None:
+    network = ([torch.randn(33, 20)], [torch.randn(20)], torch.randn(20), 0.0)
+    with _offline.recorded("sm_90") as launches:
+        for n in range(1, 201):
+            u, v = (
+                torch.empty(1, n, 33),
+                torch.empty(1, n, 33),
+            )  # a view that is not aligned to 16 bytes is a class of its own
+            mask = torch.ones(1, n, dtype=torch.bool)
+            rows = torch.zeros(1, min(n, 5), dtype=torch.int64)
+            ops.pairwise_mlp(u, v, *network, mask=mask, backend="triton")
+            ops.pairwise_mlp_rows(u, v, *network, rows, mask=mask, backend="triton")
+            ops.token_stats(torch.empty(2, n, 33), backend="triton")
+            h, mi = torch.empty(1, n), torch.empty(1, n, n)
+            ops.select_budget(h, mi, gamma=1.0, mask=mask, backend="triton")
+            ops.color(mi, tau=0.5, mask=mask, backend="triton")
+    kinds = Counter(launch.name for launch in _offline.distinct(launches))
+    powers = 4  # 32, 64, 128 and 256 positions a program
+    assert kinds.pop("_select_budget_kernel") == powers
+    assert kinds.pop("_color_kernel") == powers
+    assert kinds.pop("_pairwise_mlp_fwd_kernel") == 2  # all pairs; rows
+    assert kinds.pop("_check_kernel") == 2  # with entropies; with degrees
+    assert set(kinds.values()) == {1}, kinds
+
+
+def test_warming_up_launches_what_a_step_launches(on_cpu: None) -> None:
+    shape = mdmi_fast.StepShape(vocabulary=9, positions=12, layers=(8, 4), dtype=torch.float32)
+    with _offline.recorded("sm_90") as launches:
+        mdmi_fast.warmup([shape], device="cpu", backend="triton")
+        warm = list(launches)
+        stats = ops.token_stats(torch.empty(3, 12, 9), backend="triton")
+        u, v = torch.empty(3, 12, 8), torch.empty(3, 12, 8)
+        network = ([torch.empty(8, 4)], [torch.empty(4)], torch.empty(4), 0.0)
+        mask = torch.ones(3, 12, dtype=torch.bool)
+        ops.score_and_select(stats.entropy, u, v, *network, gamma=0.5, mask=mask, backend="triton")
+    assert len(launches) > len(warm)
+    assert len(_offline.distinct(launches)) == len(_offline.distinct(warm))

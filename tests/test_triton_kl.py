@@ -1,0 +1,88 @@
+"""Kernels of kl under the interpreter, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from mdmi_fast import ops, reference
+
+INF = torch.inf
+
+
+def case(n_v: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [3, 2, 5, V], weights with a 0 and base logits, with suppressed tokens."""
+    x = (torch.randn(3, 2, 5, n_v, dtype=torch.float64) * 3).to(dtype)
+    base = (torch.randn(2, 5, n_v, dtype=torch.float64) * 3).to(dtype)
+    weights = torch.rand(3, 2, 5)
+    weights[1, 0, 0] = 0.0
+    if n_v > 2:
+        x[:, 0, 1, 1] = -INF
+        base[0, 1, 1] = -INF
+        x[0, 1, 1, 0] = -INF
+    return x, weights, base
+
+
+def compare(n_v: int, dtype: torch.dtype) -> None:
+    x, weights, base = case(n_v, dtype)
+    grad = torch.randn(5, 2).T  # not contiguous
+    calls = {
+        "kl_divergence": lambda f, x, w, base, **o: f(x[0], base, **o),
+        "expected_entropy": lambda f, x, w, base, **o: f(x, w, **o),
+        "expected_kl": lambda f, x, w, base, **o: f(x, w, base, **o),
+        "mixture_entropy": lambda f, x, w, base, **o: f(x, w, **o),
+    }
+    bound = {torch.bfloat16: 8e-3}.get(dtype, 1e-5)  # half an ulp of the gradient's dtype; float32 sums
+    for name, call in calls.items():
+        exact = [t.clone().double().requires_grad_() for t in (x, base)]
+        mine = [t.clone().requires_grad_() for t in (x, base)]
+        expected = call(getattr(reference, name), exact[0], weights.double(), exact[1])
+        got = call(getattr(ops, name), mine[0], weights, mine[1], backend="triton")
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=4e-6, msg=lambda m, n=name: f"{n}: {m}")
+        # a row of infinite value would give NaN in the reference
+        (expected * grad.double()).where(expected.isfinite(), 0.0).sum().backward()
+        (got * grad).where(got.isfinite(), 0.0).sum().backward()
+        for a, b in zip(mine, exact, strict=True):
+            if b.grad is not None:
+                torch.testing.assert_close(
+                    a.grad.double(), b.grad.nan_to_num(0.0), rtol=bound, atol=bound, msg=lambda m, n=name: f"{n}: {m}"
+                )
+
+
+@pytest.mark.parametrize("n_v", [1, 9, 2500])
+def test_values_and_gradients_of_any_vocabulary(n_v: int) -> None:
+    compare(n_v, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_values_and_gradients_of_other_dtypes(dtype: torch.dtype) -> None:
+    compare(33, dtype)
+
+
+def test_zeros_infinities_and_undefined_rows() -> None:
+    p = torch.tensor([[0.0, -INF], [0.0, 0.0], [0.0, torch.nan], [-INF, -INF], [0.0, 1.0]])
+    q = torch.tensor([[0.0, 0.0], [0.0, -INF], [0.0, 0.0], [0.0, 0.0], [0.0, INF]])
+    p, q = p.requires_grad_(), q.requires_grad_()
+    got = ops.kl_divergence(p, q, backend="triton")
+    assert got[:2].tolist() == [pytest.approx(0.6931472, abs=1e-6), INF]
+    assert got[2:].isnan().all()
+    got.nan_to_num(0.0, posinf=0.0).sum().backward()
+    for grad in (p.grad, q.grad):
+        assert grad.isfinite().all()
+        assert (grad[1:] == 0).all()
+
+
+def test_a_weight_of_0_silences_an_undefined_alternative() -> None:
+    x, weights, base = case(9)
+    x[1, 0, 0] = torch.nan  # its weight is 0
+    for got in (
+        ops.expected_entropy(x, weights, backend="triton"),
+        ops.expected_kl(x, weights, base, backend="triton"),
+        ops.mixture_entropy(x, weights, backend="triton"),
+    ):
+        assert not got[0, 0].isnan()
+    x.requires_grad_()
+    ops.mixture_entropy(x, weights, backend="triton")[0, 0].backward()
+    assert x.grad.isfinite().all()
