@@ -326,7 +326,6 @@ def test_negative_and_undefined_settings_are_refused(make: Any, value: float) ->
         (lambda: Schedule(math.inf, 0.0), ValueError, "start must be a finite number"),
         (lambda: EntropyBound(torch.ones(2, 2)), ValueError, "gamma must be numbers of at least 0, one a sequence"),
         (lambda: Probing("total"), ValueError, "form must be one of"),
-        (lambda: Probing("kl", epsilon=0.1), ValueError, "epsilon > 0 needs form='joint'"),
         (lambda: Probing(batch_size=0), ValueError, "batch_size must be at least 1"),
     ],
 )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mdmi_fast.decode import Policy, Probing
     from mdmi_fast.estimator import PairScorer
     from mdmi_fast.labels import Form
+    from mdmi_fast.models import MaskedModel
 
 POLICY_FORMS = """\
 policies (SPEC):
@@ -219,21 +220,29 @@ def find_estimator(source: str | None, *, model: str) -> PairScorer:
     return load_estimator(source or model)
 
 
-def load_source(estimator: str | None, *, model: str) -> PairScorer | Probing:
-    """The source of mutual information of --estimator, or the one that ships for the model."""
+def load_source(estimator: str | None, model: MaskedModel, *, name: str) -> PairScorer | Probing:
+    """The source of mutual information of --estimator, or the one that ships for the model of that name.
+
+    Raises:
+        ValueError: the estimator was trained on another model.
+    """
     from mdmi_fast.decode import Probing
 
     form = _probed_form(estimator or "")
-    return find_estimator(estimator, model=model) if form is None else Probing(form)
+    if form is not None:
+        return Probing(form)
+    found = find_estimator(estimator, model=name)
+    found.check_model(model)
+    return found
 
 
-def load_policy(options: argparse.Namespace, *, model: str) -> Policy:
+def load_policy(options: argparse.Namespace, model: MaskedModel, *, name: str) -> Policy:
     """The policy of --policy, with the source of --estimator if it needs one."""
     from mdmi_fast.decode import needs_mi, parse_policy
 
     if not needs_mi(options.policy):
         return parse_policy(options.policy)
-    return parse_policy(options.policy, load_source(options.estimator or options.policy.estimator, model=model))
+    return parse_policy(options.policy, load_source(options.estimator or options.policy.estimator, model, name=name))
 
 
 def plain(value: Any) -> Any:

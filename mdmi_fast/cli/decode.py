@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     from mdmi_fast.models import load_model
 
     model = load_model(options.model)
-    policy = load_policy(options, model=options.model)
+    policy = load_policy(options, model, name=options.model)
     generator = Generator().manual_seed(options.seed)
     start = time.perf_counter()
     passes = count = 0

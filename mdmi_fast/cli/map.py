@@ -88,6 +88,7 @@ def _map(options: argparse.Namespace, model: MaskedModel, tokens: list[int]) -> 
     labels = [f"r{cell // 9 + 1}c{cell % 9 + 1}" for cell in range(81)] if kind_of(options.model) == "sudoku" else None
     if not options.probe:
         estimator = find_estimator(options.estimator, model=options.model)
+        estimator.check_model(model)
         return mi_map(model, state, estimator=estimator, labels=labels)
     masked = int((state == model.mask_token_id).sum())
     with bar(total=1 + masked * model.vocab_size, unit="pass", description="probing") as progress:

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     if not givens:
         raise InputError(f"{options.file}: holds no puzzles")
     model = load_model(options.model)
-    policy = load_policy(options, model=f"sudoku:{options.model}")
+    policy = load_policy(options, model, name=f"sudoku:{options.model}")
     start = time.perf_counter()
     with bar(total=len(givens), unit="puzzle", description="solving") as progress:
         found = list(

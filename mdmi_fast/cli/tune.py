@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     name = options.quality or ("valid" if kind_of(options.model) == "sudoku" else "pseudo-likelihood")
     has_mi = options.estimator is not None or kind_of(options.model) == "sudoku"
     specs = options.policies or candidates(mi=has_mi, sampling=options.temperature > 0)
-    mi = load_source(options.estimator, model=options.model) if any(map(needs_mi, specs)) else None
+    mi = load_source(options.estimator, model, name=options.model) if any(map(needs_mi, specs)) else None
     tried: list[Tried] = []
     print(_HEADER)
     with bar(total=len(specs) + 1, unit="policy", description="tuning") as progress:

@@ -73,8 +73,6 @@ class Probing:
         check.one_of("Probing", "form", self.form, FORMS)
         at_least("Probing", "epsilon", self.epsilon, 0.0)
         check.whole("Probing", "batch_size", self.batch_size, 1)
-        if self.epsilon > 0 and self.form != "joint":
-            raise ValueError(f"Probing: epsilon > 0 needs form='joint', whose error is proven, got {self.form!r}")
 
     def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
         model, tokens = getattr(step, "model", None), getattr(step, "tokens", None)
@@ -224,6 +222,7 @@ class MIBudget(_PairRule):
             lam=self.lam,
             entropy_weight=self.entropy_weight,
             limit=self.limit,
+            **({"stats": stats} if getattr(self.mi, "needs_step", False) else {}),
         )
         return selection
 
