@@ -99,11 +99,9 @@ class SequenceModel(nn.Module):
         lengths = visible.sum(dim=1)
         fields: tuple[Tensor, ...] = ()
         for width in lengths.unique().tolist() if self.batch_invariant else [int(lengths.max())]:
-            rows = (lengths == width).nonzero() if self.batch_invariant else torch.arange(len(tokens))[:, None]
-            rows = rows.to(tokens.device)
-            if width == 0:
-                width = 1  # noqa: PLW2901 - a sequence of nothing but padding is run as one pad token, then cleared
-            places = torch.arange(width, device=tokens.device)
+            rows = (lengths == width if self.batch_invariant else lengths >= 0).nonzero()
+            # A sequence of nothing but padding is run as one pad token, whose answer is not kept.
+            places = torch.arange(max(width, 1), device=tokens.device)
             inside = places < lengths[rows]
             columns = (first[rows] + places).clamp(max=tokens.shape[1] - 1)
             part = tokens[rows, columns]
@@ -146,7 +144,9 @@ class SequenceModel(nn.Module):
         starts = visible & ~torch.cat([visible.new_zeros(len(visible), 1), visible[:, :-1]], dim=1)
         if bool((starts.sum(dim=1) > 1).any()):
             row = int((starts.sum(dim=1) > 1).nonzero()[0])
-            raise ValueError(f"{name}: padding must be at the ends of a sequence, sequence {row} has some in the middle")
+            raise ValueError(
+                f"{name}: padding must be at the ends of a sequence, sequence {row} has some in the middle"
+            )
         return visible
 
     def _filled(self, tokens: Tensor) -> Tensor:
