@@ -149,7 +149,7 @@ def _judged(path: Path, judge: Any, chains: list[str], places: list[list[int]], 
     """Surprise of the first chains, kept in a file: judging is the slow part."""
     known = json.loads(path.read_text()) if path.exists() else []
     wanted = min(most, len(chains))
-    for start in range(len(known), wanted, 20):
+    for start in range(len(known), wanted, 20):  # a multiple of the places that `surprise` alternates between
         stop = min(start + 20, wanted)
         known += surprise(judge, chains[start:stop], places[start:stop]).tolist()
         with replace_file(path) as temporary:

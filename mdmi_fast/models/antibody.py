@@ -120,7 +120,7 @@ def _convert_sapiens(file: IO[bytes]) -> tuple[Weights, dict[str, Any]]:
     weights = {}
     for name, value in found.items():
         for old, new in names.items():
-            name = name.replace(old, new)  # noqa: PLW2901
+            name = name.replace(old, new)
         weights[name] = value
     weights["lm_head.decoder.bias"] = weights["lm_head.bias"]
     tokens, width = weights["roberta.embeddings.word_embeddings.weight"].shape
@@ -187,12 +187,14 @@ def cache_folder(name: str) -> Path:
     Raises:
         ImportError: without platformdirs.
     """
+    root = os.environ.get("MDMI_CACHE")
+    if root:
+        return Path(root) / "models" / name
     try:
         from platformdirs import user_cache_path
     except ImportError:
-        raise ImportError("models to fetch need platformdirs: pip install 'mdmi-fast[protein]'") from None
-    root = os.environ.get("MDMI_CACHE")
-    return (Path(root) if root else user_cache_path("mdmi_fast")) / "models" / name
+        raise ImportError("the cache of models needs platformdirs: pip install 'mdmi-fast[protein]'") from None
+    return user_cache_path("mdmi_fast") / "models" / name
 
 
 def is_fetched(name: str) -> bool:

@@ -122,7 +122,7 @@ class HuggingFaceModel(SequenceModel):
                 _, hidden = self.run(part, visible)
             return *ops.linear_token_stats(self._aligned(tap.features), weight, bias), hidden
 
-        *fields, hidden = self._by_length(answer, tokens, attention_mask)
+        *fields, hidden = self._put_together(answer, tokens, attention_mask)
         return StatsOutput(ops.TokenStats(*fields), hidden)
 
     @torch.no_grad()

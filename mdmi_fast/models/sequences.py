@@ -1,10 +1,9 @@
 """What every network over token sequences shares: padding, batches, tokens that are never decoded.
 
-A network never sees padding. Sequences of one length run together, each cut out of its padding on either side, so a
-sequence's answer does not depend on how long its neighbours are or on which side they were padded. On a CPU it does
-not depend on how many neighbours there are either, bit for bit (measured, `benchmarks/batch_invariance.py`): a matrix
-product takes its rows one by one there, except that products of very few rows go through other code, which is why
-small batches are filled up with copies. Padding instead moves logits by some 1e-5.
+A library that decodes has to give a sequence the same tokens in every batch. A network does not: its matrix products
+add in another order when their shape changes, or even the place of a row in it, and logits move by some 1e-5
+(`benchmarks/batch_invariance.py`). So a network here is run on one sequence at a time, cut out of its padding, unless
+the caller gives that up for speed.
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from mdmi_fast.models.base import MaskedOutput
-
-_TOKENS_PER_THREAD = 32
-"""Rows of a matrix product and thread from which on the product of a row no longer depends on their number."""
 
 
 class SequenceModel(nn.Module):
@@ -30,8 +26,8 @@ class SequenceModel(nn.Module):
         pad_token_id: what padding is, or None. Without an attention mask every pad token counts as padding.
         never: tokens that are never decoded: their logit is -inf. The mask token always is one of them.
         max_length: most tokens of a sequence, None for no limit.
-        batch_invariant: False pads the sequences of a batch to one length, which saves passes where lengths differ,
-            and gives up that an answer is the same in every batch.
+        batch_invariant: False runs a batch at once, padded on the right: faster for small networks and on GPUs, but
+            an answer then depends on the batch by some 1e-5 of logits.
     """
 
     def __init__(
@@ -83,41 +79,39 @@ class SequenceModel(nn.Module):
             logits, hidden = self.run(part, visible)
             return logits.index_fill(-1, self.never, -torch.inf), hidden
 
-        return MaskedOutput(*self._by_length(answer, tokens, attention_mask))
+        return MaskedOutput(*self._put_together(answer, tokens, attention_mask))
 
-    def _by_length(
+    def _put_together(
         self,
         answer: Callable[[Tensor, Tensor | None], tuple[Tensor, ...]],
         tokens: Tensor,
         attention_mask: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Call `answer` on sequences of one length at a time; put its tensors [b, n, ...] together to [B, N, ...]."""
+        """Call `answer` on sequences without padding around them; put its tensors together to [B, N, ...]."""
         visible = self._checked(tokens, attention_mask)
-        if visible is None:
-            return tuple(field[: len(tokens)] for field in answer(self._filled(tokens), None))
-        first = visible.int().argmax(dim=1)
         lengths = visible.sum(dim=1)
+        first = visible.int().argmax(dim=1)
+        every = torch.arange(len(tokens), device=tokens.device)
         fields: tuple[Tensor, ...] = ()
-        for width in lengths.unique().tolist() if self.batch_invariant else [int(lengths.max())]:
-            rows = (lengths == width if self.batch_invariant else lengths >= 0).nonzero()
-            # A sequence of nothing but padding is run as one pad token, whose answer is not kept.
-            places = torch.arange(max(width, 1), device=tokens.device)
-            inside = places < lengths[rows]
-            columns = (first[rows] + places).clamp(max=tokens.shape[1] - 1)
-            part = tokens[rows, columns]
+        for rows in every.split(1 if self.batch_invariant else len(tokens)):
+            # A sequence of nothing but padding runs as one pad token, whose answer is not kept.
+            places = torch.arange(max(int(lengths[rows].max()), 1), device=tokens.device)
+            inside = places < lengths[rows, None]
+            columns = (first[rows, None] + places).clamp(max=tokens.shape[1] - 1)
+            part = tokens[rows[:, None], columns]
             if bool(inside.all()):
-                answers = answer(self._filled(part), None)
+                answers = answer(part, None)
             else:
                 pad = 0 if self.pad_token_id is None else self.pad_token_id
                 answers = answer(part.masked_fill(~inside, pad), inside)
             if not fields:
                 fields = tuple(field.new_zeros(*tokens.shape, *field.shape[2:]) for field in answers)
             for whole, field in zip(fields, answers, strict=True):
-                whole[rows.expand_as(columns)[inside], columns[inside]] = field[: len(rows)][inside]
+                whole[rows[:, None].expand_as(columns)[inside], columns[inside]] = field[inside]
         return fields
 
-    def _checked(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        """Which positions are visible [B, N], None where all are."""
+    def _checked(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Which positions are visible: [B, N] bool."""
         name = type(self).__name__
         if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.numel():
             raise ValueError(f"{name}: tokens must be [B, N] int64, got shape {tuple(tokens.shape)} {tokens.dtype}")
@@ -139,8 +133,6 @@ class SequenceModel(nn.Module):
         longest = int(visible.sum(dim=1).max())
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(f"{name}: a sequence may have at most {self.max_length} tokens, got {longest}")
-        if bool(visible.all()):
-            return None
         starts = visible & ~torch.cat([visible.new_zeros(len(visible), 1), visible[:, :-1]], dim=1)
         if bool((starts.sum(dim=1) > 1).any()):
             row = int((starts.sum(dim=1) > 1).nonzero()[0])
@@ -148,10 +140,3 @@ class SequenceModel(nn.Module):
                 f"{name}: padding must be at the ends of a sequence, sequence {row} has some in the middle"
             )
         return visible
-
-    def _filled(self, tokens: Tensor) -> Tensor:
-        """Sequences [b, n], and copies of the last until the network's products have enough rows on a CPU."""
-        if not self.batch_invariant or tokens.device.type != "cpu":
-            return tokens
-        rows = -(-_TOKENS_PER_THREAD * torch.get_num_threads() // tokens.shape[1])
-        return torch.cat([tokens, tokens[-1:].expand(rows - len(tokens), -1)]) if len(tokens) < rows else tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,37 +108,25 @@ class Reference:
         return [float(jensen_shannon(p, q).mean()) for p, q in zip(found, self._statistics, strict=True)]
 
 
-def surprise(
-    judge: Any,
-    chains: Sequence[str],
-    places: Sequence[Sequence[int]],
-    *,
-    folds: int = 4,
-    progress: Callable[[int], object] | None = None,
-) -> Floats:
-    """Mean -log p (nats) of a chain's residues at some places under a masked model: [n].
+def surprise(judge: Any, chains: Sequence[str], places: Sequence[Sequence[int]], *, every: int = 4) -> Floats:
+    """Mean -log p (nats) of residues of each chain under a masked model: [n], one pass a chain.
 
-    Each of `folds` passes masks every folds-th of the places and reads the probabilities of what stood there.
+    Of a chain's places every `every`-th is masked and judged, beginning with another one from chain to chain, so that
+    a set of chains is judged on all of its places.
 
     Args:
         judge: a model with a `ChainAlphabet` as tokenizer.
         chains: complete ones.
-        places: per chain, from 0, which residues are judged.
-        folds: passes a chain; more of them mask less at a time.
-        progress: called with the number of chains just finished.
+        places: per chain, from 0, the residues that count.
+        every: how few are masked at a time.
     """
     found = np.zeros(len(chains))
-    for number, (chain, judged) in enumerate(zip(chains, places, strict=True)):
-        tokens = judge.tokenizer.encode([chain])[0]
-        positions = torch.tensor(judged) + 1  # the start token
-        masked = tokens.repeat(folds, 1)
-        for fold in range(folds):
-            masked[fold, positions[fold::folds]] = judge.mask_token_id
-        logp = judge(masked).logits.double().log_softmax(dim=-1)
-        row = torch.arange(len(positions)) % folds
-        found[number] = -float(logp[row, positions, tokens[positions]].mean())
-        if progress is not None:
-            progress(1)
+    for number, (chain, counted) in enumerate(zip(chains, places, strict=True)):
+        tokens = judge.tokenizer.encode([chain])
+        judged = torch.tensor(counted[number % every :: every]) + 1  # behind the start token
+        masked = tokens.index_fill(1, judged, judge.mask_token_id)
+        logp = judge(masked).logits[0].double().log_softmax(dim=-1)
+        found[number] = -float(logp[judged, tokens[0, judged]].mean())
     return found
 
 
