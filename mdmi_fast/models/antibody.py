@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -26,65 +26,11 @@ from torch import Tensor
 from mdmi_fast.files import replace_file
 from mdmi_fast.models.huggingface import HuggingFaceModel
 from mdmi_fast.models.huggingface import load_model as load_huggingface
+from mdmi_fast.models.letters import LetterTokenizer
 
 RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 
 Weights = dict[str, Tensor]
-
-
-class ChainAlphabet:
-    """How an antibody model writes a chain: START residues END, one token a residue. Serves as the model's tokenizer.
-
-    Args:
-        first: token of "A"; the other residues follow in alphabetical order.
-        start: token before the chain.
-        end: token after it.
-        mask: token of an unknown residue.
-        pad: token of padding.
-
-    Example:
-        >>> alphabet = ChainAlphabet(first=4, start=0, end=2, mask=24, pad=1)
-        >>> alphabet.encode(["AC_"])
-        tensor([[ 0,  4,  5, 24,  2]])
-        >>> alphabet.decode(alphabet.encode(["AC_", "W"]))
-        ['AC_', 'W']
-    """
-
-    def __init__(self, *, first: int, start: int, end: int, mask: int, pad: int) -> None:
-        self.first, self.start, self.end = first, start, end
-        self.mask_token_id, self.pad_token_id = mask, pad
-        self.all_special_ids = sorted({*range(first), mask})
-
-    def __len__(self) -> int:
-        return max(self.first + len(RESIDUES), self.mask_token_id + 1)
-
-    def encode(self, chains: Sequence[str]) -> Tensor:
-        """Tokens [B, N] int64 of chains, "_" where a residue is to be found; shorter ones are padded on the right.
-
-        Raises:
-            ValueError: for a chain that is empty, or holds anything else than the 20 residues and "_".
-        """
-        rows = []
-        for number, chain in enumerate(chains):
-            foreign = sorted(set(chain) - {*RESIDUES, "_"})
-            if foreign or not chain:
-                got = repr(foreign[0]) if foreign else "nothing"
-                raise ValueError(f"encode: chain {number} must consist of {RESIDUES} and _, got {got}")
-            rows.append([self.start, *(self._token(residue) for residue in chain), self.end])
-        width = max(map(len, rows), default=0)
-        return torch.tensor([row + [self.pad_token_id] * (width - len(row)) for row in rows], dtype=torch.int64)
-
-    def decode(self, tokens: Tensor) -> list[str]:
-        """The chains of tokens [B, N]: "_" for the mask token, nothing for what is no residue."""
-        return ["".join(self._residue(token) for token in row) for row in tokens.tolist()]
-
-    def _token(self, residue: str) -> int:
-        return self.mask_token_id if residue == "_" else self.first + RESIDUES.index(residue)
-
-    def _residue(self, token: int) -> str:
-        if token == self.mask_token_id:
-            return "_"
-        return RESIDUES[token - self.first] if self.first <= token < self.first + len(RESIDUES) else ""
 
 
 class _Package(NamedTuple):
@@ -94,7 +40,7 @@ class _Package(NamedTuple):
     sha256: str
     members: Mapping[str, str]
     convert: Callable[[IO[bytes]], tuple[Weights, dict[str, Any]]]
-    alphabet: ChainAlphabet
+    tokenizer: LetterTokenizer
 
 
 def _convert_sapiens(file: IO[bytes]) -> tuple[Weights, dict[str, Any]]:
@@ -168,14 +114,14 @@ PACKAGES = {
         "af1a8d445e9d7ab9f5f04512cf325acdfd9dd0930eb957b63ec234df1f141a8b",
         {"heavy": "sapiens/models/v1/checkpoint_vh.pt", "light": "sapiens/models/v1/checkpoint_vl.pt"},
         _convert_sapiens,
-        ChainAlphabet(first=4, start=0, end=2, mask=24, pad=1),
+        LetterTokenizer(RESIDUES, first=4, start=0, end=2, mask=24, pad=1),
     ),
     "antiberty": _Package(
         "antiberty==0.1.3",
         "30d910992b190013871bac49cdc032e01a19339f7d2b958ab99b0eb44638352a",
         {"model": "antiberty/trained_models/AntiBERTy_md_smooth/pytorch_model.bin"},
         _convert_antiberty,
-        ChainAlphabet(first=5, start=2, end=3, mask=4, pad=0),
+        LetterTokenizer(RESIDUES, first=5, start=2, end=3, mask=4, pad=0),
     ),
 }
 """What `fetch` knows. Both packages are under the MIT licence."""
@@ -273,7 +219,7 @@ def _load(name: str, part: str, options: dict[str, Any]) -> HuggingFaceModel:
     folder = cache_folder(name) / part
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{name} is not there yet: run `mdmi-fast models fetch {name}`")
-    return load_huggingface(str(folder), tokenizer=package.alphabet, **options)
+    return load_huggingface(str(folder), tokenizer=package.tokenizer, **options)
 
 
 def _package(name: str) -> _Package:

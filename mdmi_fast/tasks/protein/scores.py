@@ -115,7 +115,7 @@ def surprise(judge: Any, chains: Sequence[str], places: Sequence[Sequence[int]],
     a set of chains is judged on all of its places.
 
     Args:
-        judge: a model with a `ChainAlphabet` as tokenizer.
+        judge: a model with a `LetterTokenizer` as tokenizer.
         chains: complete ones.
         places: per chain, from 0, the residues that count.
         every: how few are masked at a time.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mdmi_fast.decode import Random, Sequential, decode
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.antibody import ChainAlphabet
+from mdmi_fast.models.letters import LetterTokenizer
 from mdmi_fast.tasks.protein.chains import Chain
 
 Task = Literal["generate", "infill", "complete"]
@@ -51,7 +51,7 @@ def prompts(task: Task, chains: Sequence[Chain], count: int, *, seed: int) -> li
 
 
 def decoding_states(
-    model: MaskedModel, alphabet: ChainAlphabet, chains: Sequence[Chain], count: int, *, seed: int
+    model: MaskedModel, tokenizer: LetterTokenizer, chains: Sequence[Chain], count: int, *, seed: int
 ) -> Tensor:
     """States [count, N] int64 from all tasks, as met while sampling one position a pass at temperature 1.
 
@@ -60,7 +60,7 @@ def decoding_states(
 
     Args:
         model: fills the chains.
-        alphabet: of the model.
+        tokenizer: of the model.
         chains: real ones.
         count: how many states.
         seed: of everything.
@@ -72,7 +72,7 @@ def decoding_states(
         prompts(kind, [chain], 1, seed=seed + number)[0]
         for number, (kind, chain) in enumerate(zip(kinds, chosen, strict=True))
     ]
-    tokens = alphabet.encode(texts)
+    tokens = tokenizer.encode(texts)
     by_entropy = torch.from_numpy(random.random(count) < 0.5)
     for rows, policy in ((by_entropy, Sequential()), (~by_entropy, Random(1))):
         start = tokens[rows]
