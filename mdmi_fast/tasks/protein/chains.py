@@ -111,8 +111,8 @@ def write_fasta(chains: Sequence[Chain], path: Path) -> None:
         loops = " ".join(f"cdr{number}={a}-{b}" for number, (a, b) in enumerate(chain.cdrs, 1))
         description = f"{loops} cysteines={chain.cysteines[0]}-{chain.cysteines[1]}"
         records.append(SeqRecord(Seq(chain.residues), id=chain.name, description=description))
-    with replace_file(path) as temporary:
-        SeqIO.write(records, temporary, "fasta")
+    with replace_file(path) as temporary, temporary.open("w") as file:
+        SeqIO.write(records, file, "fasta")
 
 
 def read_fasta(path: Path) -> list[Chain]:
@@ -123,8 +123,10 @@ def read_fasta(path: Path) -> list[Chain]:
     """
     from Bio import SeqIO
 
+    with path.open() as file:
+        records = list(SeqIO.parse(file, "fasta"))
     chains = []
-    for record in SeqIO.parse(path, "fasta"):
+    for record in records:
         told = dict(part.split("=", 1) for part in record.description.split()[1:] if "=" in part)
         try:
             places = [tuple(map(int, told[name].split("-"))) for name in ("cdr1", "cdr2", "cdr3", "cysteines")]

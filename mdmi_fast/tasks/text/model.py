@@ -1,4 +1,4 @@
-"""A BERT of characters: 4 layers of 128, trained on random windows with a uniform share of letters masked."""
+"""A small masked model of characters: 3 layers of 128 with rotary positions, which a model this small learns sooner."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import torch
 from mdmi_fast.models.huggingface import HuggingFaceModel
 from mdmi_fast.models.huggingface import load_model as load_huggingface
 from mdmi_fast.models.letters import LetterTokenizer
-from mdmi_fast.tasks.text.corpus import LETTERS, WINDOW, windows
+from mdmi_fast.tasks.text.corpus import LETTERS, windows
 
 TOKENIZER = LetterTokenizer(LETTERS, first=2, pad=0, mask=1)
+
+_RATE = 2e-3
 
 
 def train_model(
@@ -23,7 +25,7 @@ def train_model(
     *,
     seconds: float,
     seed: int = 0,
-    batch_size: int = 64,
+    batch_size: int = 32,
     on_report: Callable[[int, float], object] | None = None,
 ) -> None:
     """Train for some time of the processor and save, for `load_model("text:FOLDER")`.
@@ -42,24 +44,26 @@ def train_model(
     import transformers
 
     torch.manual_seed(seed)
-    configuration = transformers.BertConfig(
+    configuration = transformers.EsmConfig(
         vocab_size=len(TOKENIZER),
         hidden_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=512,
-        max_position_embeddings=WINDOW,
+        position_embedding_type="rotary",
+        token_dropout=False,
+        emb_layer_norm_before=False,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         pad_token_id=TOKENIZER.pad_token_id,
         mask_token_id=TOKENIZER.mask_token_id,
     )
-    network: Any = transformers.BertForMaskedLM(configuration)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3, weight_decay=0.01)
+    network: Any = transformers.EsmForMaskedLM(configuration)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=_RATE, weight_decay=0.01)
     started, step = time.process_time(), 0
     losses: list[float] = []
     while (done := (time.process_time() - started) / seconds) < 1:
-        rate = 1e-3 * min(1, (step + 1) / 100) * (1 - done)
+        rate = _RATE * min(1, (step + 1) / 100) * (1 - done)
         for group in optimizer.param_groups:
             group["lr"] = rate
         tokens = TOKENIZER.encode(windows(text, batch_size, seed=seed * 1_000_003 + step))
