@@ -16,6 +16,7 @@ from mdmi_fast.models.letters import LetterTokenizer
 from mdmi_fast.tasks.protein.chains import Chain, fetch_chains, read_fasta, translate, write_fasta
 from mdmi_fast.tasks.protein.scores import Reference, diversity, jensen_shannon, mean_estimate, surprise
 from mdmi_fast.tasks.protein.states import TASKS, decoding_states, prompts, split
+from mdmi_fast.tasks.protein.structure import enrichment, known_pairs, rank_share
 
 CODON = {"A": "GCT", "C": "TGT", "W": "TGG", "G": "GGT", "S": "AGT", "D": "GAT", "Y": "TAT"}
 
@@ -239,3 +240,43 @@ def test_commands_write_what_the_others_read(tmp_path: Path, monkeypatch: pytest
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == ">0"
     assert lines[1].count("_") == 26
+
+
+def test_known_pairs_are_what_their_names_say() -> None:
+    chain = chain_of("A" * 112)
+    known = known_pairs(chain)
+    assert all((pairs == pairs.T).all() for pairs in known.values())
+    assert np.argwhere(known["cysteines"]).tolist() == [[21, 94], [94, 21]]
+    assert known["V gene"][25, 55]
+    assert known["V gene"][10, 26]
+    assert not known["V gene"][10, 40]  # both in frameworks
+    assert not known["V gene"][26, 100]
+    assert known["CDR3"][95, 104]
+    assert not known["CDR3"][95, 99]  # too near to each other
+    assert known["loops"][30, 52]
+    assert not known["loops"][26, 32]
+
+
+def test_enrichment_counts_known_pairs_and_sees_when_there_are_too_many() -> None:
+    random = np.random.default_rng(0)
+    mi = random.random((60, 60)) * 0.1
+    mi = mi + mi.T
+    known = np.zeros((60, 60), dtype=bool)
+    block = np.arange(40, 60)
+    known[np.ix_(block, block)] = True
+    nothing = enrichment(mi, known)
+    assert nothing.top == 12
+    assert nothing.p > 0.05
+    mi[np.ix_(block, block)] += 1
+    everything = enrichment(mi, known)
+    assert everything.known == 12
+    assert everything.expected == pytest.approx(12 * (14 * 15 / 2) / (54 * 55 / 2))
+    assert everything.p == pytest.approx(1 / 2001)
+
+
+def test_rank_share_is_small_for_the_largest_pair() -> None:
+    mi = np.zeros((30, 30))
+    mi[3, 20] = mi[20, 3] = 1.0
+    pairs = 24 * 25 / 2
+    assert rank_share(mi, (3, 20)) == pytest.approx(1 / pairs)
+    assert rank_share(mi, (3, 21)) == 1.0
