@@ -24,8 +24,9 @@ from mdmi_fast import load_estimator, load_model
 from mdmi_fast.decode import EntropyBound, MIBudget, Policy, Probing, Random, Sequential, Shuffled, TopK, decode
 from mdmi_fast.estimator import PairScorer
 from mdmi_fast.files import replace_file
+from mdmi_fast.tasks.likelihood import mean_estimate, surprise
 from mdmi_fast.tasks.protein.chains import Chain, read_fasta
-from mdmi_fast.tasks.protein.scores import Reference, diversity, mean_estimate, surprise
+from mdmi_fast.tasks.protein.scores import Reference, diversity
 from mdmi_fast.tasks.protein.states import TASKS, Task, prompts, split
 
 MODEL, JUDGE = "sapiens:heavy", "antiberty"
@@ -85,7 +86,7 @@ def score(options: argparse.Namespace) -> None:
     _, judged = split(read_fasta(options.chains), longest=model.max_length - 2)
     real = Reference([chain.residues for chain in judged])
     found = []
-    for task in TASKS:
+    for task in options.tasks:
         samples = _samples(options.work, task)
         if "sequential" not in samples:
             continue
@@ -163,7 +164,6 @@ def main() -> None:
     sampling = commands.add_parser("sample")
     sampling.set_defaults(run=sample)
     sampling.add_argument("--estimator", help="folder of one for sapiens:heavy; without it the rows that need none")
-    sampling.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     sampling.add_argument("--blocks", type=int, default=5, help="of 100 chains")
     sampling.add_argument("--only", default="", help="rows whose name contains this")
     sampling.add_argument("--oracle", type=int, metavar="CHAINS", help="the probed rows instead, on so many chains")
@@ -172,6 +172,7 @@ def main() -> None:
     scoring.add_argument("--out", type=Path, required=True, help="CSV to write")
     scoring.add_argument("--most", type=int, default=500, help="chains a row that are judged")
     for command in (sampling, scoring):
+        command.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
         command.add_argument("--chains", type=Path, required=True)
         command.add_argument("--work", type=Path, required=True)
     options = parser.parse_args()

@@ -39,7 +39,7 @@ def main() -> None:
                 {
                     "chain": chain.name,
                     "residues": len(chain.residues),
-                    "known": kind,
+                    "kind": kind,
                     **{key: round(value, 4) for key, value in found._asdict().items()},
                     "rank_of_cysteines": round(rank_share(mi, chain.cysteines), 4),
                 }

@@ -88,6 +88,7 @@ class HuggingFaceModel(SequenceModel):
         )
         self.network, self.tokenizer = network, tokenizer
         self.layers, self.shift = chosen, shift
+        self._product: tuple[nn.Module, str, Any]
         self.head = self._find_head(mask)
         """(weight [V, F], bias [V] or None) of the last product, or None where it cannot be found."""
 
@@ -158,7 +159,7 @@ class HuggingFaceModel(SequenceModel):
     @torch.no_grad()
     def _find_head(self, mask: int) -> tuple[Tensor, Tensor | None] | None:
         """The last product, if it and a bias of its own or of the module around it give the logits of a sample."""
-        head = getattr(self.network, "get_output_embeddings", lambda: None)()
+        head: Any = getattr(self.network, "get_output_embeddings", lambda: None)()
         owners = [
             (owner, name)
             for owner in self.network.modules()

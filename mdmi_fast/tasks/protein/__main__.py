@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -62,4 +61,4 @@ def _write(path: Path, rows: Iterable[list[int]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

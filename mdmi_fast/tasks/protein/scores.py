@@ -1,33 +1,20 @@
-"""How good generated chains are: against real ones, against the model's own, under a second model, and how varied."""
+"""How good generated chains are: against real ones or the model's own, and how varied."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from mdmi_fast.models.antibody import RESIDUES
+from mdmi_fast.tasks.likelihood import Estimate, Floats
 
-Floats = NDArray[np.float64]
 _FROM_START, _FROM_END, _PLACES = 100, 20, 32
 _GROUPS = ("AVILMC", "FWY", "STNQ", "KRH", "DE", "GP")
 """Aliphatic, aromatic, polar, positive, negative, and the two that bend: pairs of 20 residues are too many to count."""
 _GROUP_OF = np.array([next(g for g, members in enumerate(_GROUPS) if residue in members) for residue in RESIDUES])
-
-
-class Estimate(NamedTuple):
-    """A value with a 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, value: float, deviation: float) -> Estimate:
-        return cls(value, value - 1.96 * deviation, value + 1.96 * deviation)
 
 
 class Divergences(NamedTuple):
@@ -108,33 +95,6 @@ class Reference:
         return [float(jensen_shannon(p, q).mean()) for p, q in zip(found, self._statistics, strict=True)]
 
 
-def surprise(judge: Any, chains: Sequence[str], places: Sequence[Sequence[int]], *, every: int = 4) -> Floats:
-    """Mean -log p (nats) of residues of each chain under a masked model: [n], one pass a chain.
-
-    Of a chain's places every `every`-th is masked and judged, beginning with another one from chain to chain, so that
-    a set of chains is judged on all of its places.
-
-    Args:
-        judge: a model with a `LetterTokenizer` as tokenizer.
-        chains: complete ones.
-        places: per chain, from 0, the residues that count.
-        every: how few are masked at a time.
-    """
-    found = np.zeros(len(chains))
-    for number, (chain, counted) in enumerate(zip(chains, places, strict=True)):
-        tokens = judge.tokenizer.encode([chain])
-        judged = torch.tensor(counted[number % every :: every]) + 1  # behind the start token
-        masked = tokens.index_fill(1, judged, judge.mask_token_id)
-        logp = judge(masked).logits[0].double().log_softmax(dim=-1)
-        found[number] = -float(logp[judged, tokens[0, judged]].mean())
-    return found
-
-
-def mean_estimate(values: Floats) -> Estimate:
-    """A mean with its 95% interval."""
-    return Estimate.of(float(values.mean()), float(values.std(ddof=1)) / len(values) ** 0.5)
-
-
 def diversity(chains: Sequence[str]) -> tuple[float, float]:
     """(share of distinct chains, mean identity of two of them): identity counts equal residues from either end inwards.
 
@@ -159,6 +119,3 @@ def _aligned(chains: Sequence[str]) -> NDArray[np.int64]:
     if shortest < _FROM_START:
         raise ValueError(f"chains must have at least {_FROM_START} residues, got one of {shortest}")
     return np.stack([np.concatenate([(c := _codes(chain))[:_FROM_START], c[-_FROM_END:]]) for chain in chains])
-
-
-__all__ = ["Divergences", "Estimate", "Reference", "diversity", "jensen_shannon", "mean_estimate", "surprise"]

@@ -33,9 +33,9 @@ class Enrichment(NamedTuple):
 def known_pairs(chain: Chain) -> dict[str, Matrix]:
     """Kinds of pairs that biology connects, each [L, L] bool, symmetric, of residues at least APART apart.
 
-    "cysteines" is the disulphide bond; "V gene" joins residues of CDR1 and CDR2 with each other and with the framework
-    before CDR3, which one germline gene fixes together; "CDR3" joins residues of the third loop, which is made anew in
-    every cell; "loops" are pairs of two different loops, which meet in the binding site.
+    "cysteines" is the disulphide bond; "V gene" joins all residues before CDR3, which come from one germline gene;
+    "CDR3" joins residues of the third loop, which is made anew in every cell; "loops" are pairs of two different loops,
+    which meet in the binding site.
     """
     regions = chain.regions()
     length = len(regions)
@@ -43,12 +43,11 @@ def known_pairs(chain: Chain) -> dict[str, Matrix]:
     apart = np.abs(place[:, None] - place) >= APART
     loop = regions % 2 == 1
     gene, third = regions < 5, regions == 5
-    varied = np.isin(regions, (1, 3))
     bond = np.zeros((length, length), dtype=bool)
     bond[chain.cysteines, chain.cysteines[::-1]] = True
     kinds = {
         "cysteines": bond,
-        "V gene": gene[:, None] & gene & (varied[:, None] | varied),
+        "V gene": gene[:, None] & gene,
         "CDR3": third[:, None] & third,
         "loops": loop[:, None] & loop & (regions[:, None] != regions),
     }
