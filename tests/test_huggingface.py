@@ -237,8 +237,16 @@ def test_a_saved_folder_loads_in_one_line_with_its_tokenizer(architecture: str, 
     assert bare(sentences(1, 5)).logits.dtype == torch.bfloat16
 
 
-def test_compiled_network_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option reaches torch.compile; what it does to a network is not ours to test."""
+def test_a_folder_without_a_tokenizer_goes_by_its_configuration(architecture: str, tmp_path: Path) -> None:
+    network: Any = tiny(architecture)
+    network.save_pretrained(tmp_path)
+    model: Any = load_model(f"hf:{tmp_path}")
+    assert model.tokenizer is None
+    assert model.mask_token_id == MASK
+    assert model.never.tolist() == [PAD, START, END, MASK]
+
+
+def test_the_option_compile_reaches_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: asked.append(options))
     tiny("bert").save_pretrained(tmp_path)  # type: ignore[operator]

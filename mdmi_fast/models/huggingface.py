@@ -3,16 +3,18 @@
 Everything that AutoModelForMaskedLM loads is called alike. Two masked diffusion models come with their own code
 (`trust_remote_code=True`) and load as AutoModel:
 
-- LLaDA ("llada"): logits as usual, no padding inside a batch.
+- LLaDA ("llada"): logits as usual.
 - Dream ("Dream"): a causal model trained on; what it says about position i stands at i - 1 (`shift`).
 
-Another model of either kind needs no adapter: say `shift=True` where the logits are shifted.
+Both take no mask of padding like others do, so leave `batch_invariant` as it is where lengths differ. Another model of
+either kind needs no adapter: say `shift=True` where its logits are shifted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -216,8 +218,8 @@ def load_model(
     Args:
         name: a folder, or a name on the Hugging Face hub (or in its local cache).
         layers: see `HuggingFaceModel`.
-        tokenizer: True for the model's own if it has one, None for none, the name or folder of another, or an object
-            with the attributes that `HuggingFaceModel` reads.
+        tokenizer: True for the model's own (none where a folder holds none), None for none, the name or folder of
+            another, or an object with the attributes that `HuggingFaceModel` reads.
         mask_token_id: see `HuggingFaceModel`.
         never: see `HuggingFaceModel`.
         shift: see the module's text; None decides by the kind of model.
@@ -245,10 +247,7 @@ def load_model(
     chosen = {} if attention is None else {"attn_implementation": attention}
     network = loader.from_pretrained(name, dtype="auto" if dtype is None else dtype, **common, **chosen)
     if tokenizer is True:
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common)
-        except (OSError, ValueError, KeyError):
-            tokenizer = None  # a folder of weights alone is a model too; the constructor says what it lacks
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common) if _has_tokenizer(Path(name)) else None
     elif isinstance(tokenizer, str):
         tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, **common)
     model = HuggingFaceModel(
@@ -263,6 +262,15 @@ def load_model(
     if compile:
         model.network.compile(dynamic=True)
     return model
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer; a name on the hub is taken to.
+
+    Asked without one, transformers makes an empty tokenizer for some architectures, whose tokens mean nothing.
+    """
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    return not folder.is_dir() or any((folder / file).exists() for file in files)
 
 
 def _first(*values: int | None) -> int | None:
