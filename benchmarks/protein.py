@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from mdmi_fast import load_estimator, load_model
 from mdmi_fast.decode import EntropyBound, MIBudget, Policy, Probing, Random, Sequential, Shuffled, TopK, decode
 from mdmi_fast.estimator import PairScorer
 from mdmi_fast.files import replace_file
-from mdmi_fast.tasks.likelihood import mean_estimate, surprise
+from mdmi_fast.tasks.likelihood import Estimate, mean_estimate, surprise
 from mdmi_fast.tasks.protein.chains import Chain, read_fasta
 from mdmi_fast.tasks.protein.scores import Reference, diversity
 from mdmi_fast.tasks.protein.states import TASKS, Task, prompts, split
@@ -82,7 +83,7 @@ def _decode(model: Any, asked: list[str], policy: Policy, *, seed: int) -> dict[
 
 def score(options: argparse.Namespace) -> None:
     model: Any = load_model(MODEL)
-    judge = load_model(JUDGE)
+    judge = load_model(JUDGE) if options.most else None
     _, judged = split(read_fasta(options.chains), longest=model.max_length - 2)
     real = Reference([chain.residues for chain in judged])
     found = []
@@ -115,7 +116,8 @@ def _row(task: str, name: str, sampled: dict[str, Any], values: Any, real: Refer
         "passes": round(float(np.mean(sampled["passes"])), 2),
         "cpu_seconds_per_chain": round(sampled["seconds"] / len(chains), 3),
     }
-    estimates = {"antiberty_nats": mean_estimate(values)}
+    unjudged = Estimate(math.nan, math.nan, math.nan)
+    estimates = {"antiberty_nats": mean_estimate(values) if len(values) > 1 else unjudged}
     for prefix, reference in (("real", real), ("own", own)):
         estimates |= {f"{prefix}_{key}": value for key, value in reference.compare(chains)._asdict().items()}
     for key, estimate in estimates.items():
@@ -170,7 +172,9 @@ def main() -> None:
     scoring = commands.add_parser("score")
     scoring.set_defaults(run=score)
     scoring.add_argument("--out", type=Path, required=True, help="CSV to write")
-    scoring.add_argument("--most", type=int, default=500, help="chains a row that are judged")
+    scoring.add_argument(
+        "--most", type=int, default=500, help="chains a row that antiberty judges, which is slow; 0 for none"
+    )
     for command in (sampling, scoring):
         command.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
         command.add_argument("--chains", type=Path, required=True)
