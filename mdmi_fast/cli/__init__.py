@@ -16,7 +16,7 @@ from typing import TextIO
 from mdmi_fast import __version__
 from mdmi_fast.cli._errors import InputError, UsageError, one_line
 
-COMMANDS = ("demo", "sudoku", "label", "train", "evaluate", "decode", "tune", "map", "bench", "info")
+COMMANDS = ("demo", "sudoku", "label", "train", "evaluate", "decode", "tune", "map", "models", "bench", "info")
 """In the order in which help lists them; each is a module of this package."""
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130

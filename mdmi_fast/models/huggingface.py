@@ -1,0 +1,314 @@
+"""Masked language models of transformers: `load_model("hf:NAME_OR_FOLDER")`.
+
+Everything that AutoModelForMaskedLM loads is called alike. Two masked diffusion models come with their own code
+(`trust_remote_code=True`) and load as AutoModel:
+
+- LLaDA ("llada"): logits as usual.
+- Dream ("Dream"): a causal model trained on; what it says about position i stands at i - 1 (`shift`).
+
+Both take no mask of padding like others do, so leave `batch_invariant` as it is where lengths differ. Another model of
+either kind needs no adapter: say `shift=True` where its logits are shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mdmi_fast import ops
+from mdmi_fast.models.sequences import SequenceModel
+
+_DIFFUSION = {"llada": False, "Dream": True}
+"""config.model_type of diffusion models that load as AutoModel -> whether the logits are shifted."""
+
+
+class StatsOutput(NamedTuple):
+    """What a policy needs of a pass, made without the logits.
+
+    Attributes:
+        stats: every field [B, N].
+        hidden: [B, N, D].
+    """
+
+    stats: ops.TokenStats
+    hidden: Tensor
+
+
+class HuggingFaceModel(SequenceModel):
+    """A masked LM of transformers as a `MaskedModel`.
+
+    Args:
+        network: in evaluation mode; its output has `logits` and, when asked, `hidden_states`.
+        tokenizer: gives the mask token, the pad token and the tokens that are never decoded: its `all_special_ids` and
+            the vocabulary beyond its length. Without one they come from the configuration.
+        layers: whose states are the hidden state, -1 for the last, 0 for the embeddings; several are joined.
+        mask_token_id: instead of the tokenizer's or the configuration's.
+        never: tokens never decoded, instead of the special ones.
+        shift: the logits of position i stand at i - 1 (see the module's text).
+        batch_invariant: see `SequenceModel`.
+
+    Raises:
+        ValueError: if there is no mask token, no such layer, or the network gives no logits or no hidden states.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        tokenizer: Any = None,
+        *,
+        layers: int | Sequence[int] = -1,
+        mask_token_id: int | None = None,
+        never: Iterable[int] | None = None,
+        shift: bool = False,
+        batch_invariant: bool = True,
+    ) -> None:
+        config: Any = network.config
+        mask = _first(mask_token_id, getattr(tokenizer, "mask_token_id", None), getattr(config, "mask_token_id", None))
+        if mask is None:
+            raise ValueError(
+                f"{type(network).__name__}: {'the tokenizer' if tokenizer is not None else 'the configuration'} knows "
+                "no mask token; say which one it is with mask_token_id=..."
+            )
+        chosen = (layers,) if isinstance(layers, int) else tuple(layers)
+        logits, states = _probe(network, mask, chosen)
+        if never is None:
+            never = _special_tokens(tokenizer, config, logits.shape[-1])
+        super().__init__(
+            vocab_size=logits.shape[-1],
+            hidden_size=sum(states[layer].shape[-1] for layer in chosen),
+            mask_token_id=mask,
+            pad_token_id=_first(getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None)),
+            never=never,
+            max_length=_position_limit(network),
+            batch_invariant=batch_invariant,
+        )
+        self.network, self.tokenizer = network, tokenizer
+        self.layers, self.shift = chosen, shift
+        self._product: tuple[nn.Module, str, Any]
+        self.head = self._find_head(mask)
+        """(weight [V, F], bias [V] or None) of the last product, or None where it cannot be found."""
+
+    def run(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        output = self.network(
+            input_ids=tokens,
+            attention_mask=None if attention_mask is None else attention_mask.long(),
+            output_hidden_states=True,
+        )
+        return self._aligned(output.logits), self._hidden(output)
+
+    @torch.no_grad()
+    def token_stats(self, tokens: Tensor, attention_mask: Tensor | None = None) -> StatsOutput:
+        """What `ops.token_stats` says of the logits, without holding logits [B, N, V] where the head was found.
+
+        Args:
+            tokens: as for the call of the model.
+            attention_mask: likewise.
+
+        Raises:
+            ValueError: as the call of the model.
+        """
+        if self.head is None:
+            logits, hidden = self(tokens, attention_mask)
+            return StatsOutput(ops.token_stats(logits), hidden)
+        weight, bias = self.head
+        bias = weight.new_zeros(self.vocab_size) if bias is None else bias
+        bias = bias.index_fill(0, self.never, -torch.inf)
+
+        def answer(part: Tensor, visible: Tensor | None) -> tuple[Tensor, ...]:
+            with self._without_product() as tap:
+                _, hidden = self.run(part, visible)
+            return *ops.linear_token_stats(self._aligned(tap.features), weight, bias), hidden
+
+        *fields, hidden = self._put_together(answer, tokens, attention_mask)
+        return StatsOutput(ops.TokenStats(*fields), hidden)
+
+    @torch.no_grad()
+    def attentions(self, tokens: Tensor) -> Tensor:
+        """Attention weights of every layer: [layers, B, heads, N, N], of sequences without padding.
+
+        Raises:
+            ValueError: if the network keeps none: load it with attention="eager".
+        """
+        found = self.network(input_ids=tokens, output_attentions=True).attentions
+        if not found or any(weights is None for weights in found):
+            raise ValueError('HuggingFaceModel: this attention keeps no weights; load the model with attention="eager"')
+        return torch.stack(list(found))
+
+    def _hidden(self, output: Any) -> Tensor:
+        return self._aligned(torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1))
+
+    def _aligned(self, x: Tensor) -> Tensor:
+        """What is said of a position, at that position [B, N, ...]."""
+        return torch.cat([x[:, :1], x[:, :-1]], dim=1) if self.shift else x
+
+    @contextmanager
+    def _without_product(self) -> Iterator[_Tap]:
+        """Run the network without its last product, keeping what would have gone in."""
+        owner, name, head = self._product
+        tap = _Tap(head.out_features)
+        setattr(owner, name, tap)
+        try:
+            yield tap
+        finally:
+            setattr(owner, name, head)
+
+    @torch.no_grad()
+    def _find_head(self, mask: int) -> tuple[Tensor, Tensor | None] | None:
+        """The last product, if it and a bias of its own or of the module around it give the logits of a sample."""
+        head: Any = getattr(self.network, "get_output_embeddings", lambda: None)()
+        owners = [
+            (owner, name)
+            for owner in self.network.modules()
+            for name, child in owner.named_children()
+            if child is head and isinstance(head, nn.Linear)
+        ]
+        if len(owners) != 1:
+            return None
+        (owner, name) = owners[0]
+        self._product = (owner, name, head)
+        tokens = torch.tensor([[0, mask, 1, mask]], device=head.weight.device)
+        logits = self.network(input_ids=tokens).logits
+        with self._without_product() as tap:
+            self.network(input_ids=tokens)
+        tolerance = 1e-4 if logits.dtype.itemsize >= 4 else 2e-2  # two orders of the same sum
+        for bias in (head.bias, getattr(owner, "bias", None)):
+            product = F.linear(tap.features, head.weight, bias)
+            if torch.allclose(product, logits, rtol=tolerance, atol=tolerance):
+                return head.weight, bias
+        return None
+
+
+class _Tap(nn.Module):
+    """Stands where the last product was; keeps its input and answers zeros that take no memory."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+        self.features: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = x
+        return x.new_zeros(1).expand(*x.shape[:-1], self.out_features)
+
+
+def load_model(
+    name: str,
+    *,
+    layers: int | Sequence[int] = -1,
+    tokenizer: Any = True,
+    mask_token_id: int | None = None,
+    never: Iterable[int] | None = None,
+    shift: bool | None = None,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    attention: str | None = None,
+    compile: bool = False,  # noqa: A002 - what torch calls it
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    batch_invariant: bool = True,
+) -> HuggingFaceModel:
+    """Load a masked LM of transformers, `load_model("hf:NAME_OR_FOLDER")`.
+
+    Args:
+        name: a folder, or a name on the Hugging Face hub (or in its local cache).
+        layers: see `HuggingFaceModel`.
+        tokenizer: True for the model's own (none where a folder holds none), None for none, the name or folder of
+            another, or an object with the attributes that `HuggingFaceModel` reads.
+        mask_token_id: see `HuggingFaceModel`.
+        never: see `HuggingFaceModel`.
+        shift: see the module's text; None decides by the kind of model.
+        dtype: of the weights; None: as they were saved.
+        device: where to.
+        attention: transformers' attn_implementation, such as "sdpa", "eager" (for `attentions`), "flash_attention_2".
+        compile: pass the network through torch.compile.
+        trust_remote_code: run code that comes with the model. It can do anything: read it first.
+        revision: of a name on the hub.
+        batch_invariant: see `SequenceModel`.
+
+    Raises:
+        ImportError: without transformers.
+        OSError: if there is no such model, or no network to fetch it.
+        ValueError: as `HuggingFaceModel`; or for code that is not trusted.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ImportError("hf: models need transformers: pip install 'mdmi-fast[hf]'") from None
+    common = {"trust_remote_code": trust_remote_code, "revision": revision}
+    config = transformers.AutoConfig.from_pretrained(name, **common)
+    diffusion = config.model_type in _DIFFUSION
+    loader = transformers.AutoModel if diffusion else transformers.AutoModelForMaskedLM
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    network = loader.from_pretrained(name, dtype="auto" if dtype is None else dtype, **common, **chosen)
+    if tokenizer is True:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common) if _has_tokenizer(Path(name)) else None
+    elif isinstance(tokenizer, str):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, **common)
+    model = HuggingFaceModel(
+        network.eval().requires_grad_(False).to(device),
+        tokenizer,
+        layers=layers,
+        mask_token_id=mask_token_id,
+        never=never,
+        shift=_DIFFUSION.get(config.model_type, False) if shift is None else shift,
+        batch_invariant=batch_invariant,
+    ).to(device)
+    if compile:
+        model.network.compile(dynamic=True)
+    return model
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer; a name on the hub is taken to.
+
+    Asked without one, transformers makes an empty tokenizer for some architectures, whose tokens mean nothing.
+    """
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    return not folder.is_dir() or any((folder / file).exists() for file in files)
+
+
+def _first(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+@torch.no_grad()
+def _probe(network: nn.Module, mask: int, layers: tuple[int, ...]) -> tuple[Tensor, Sequence[Tensor]]:
+    """Logits and hidden states of a sequence of three tokens, so that what is missing is said when a model is loaded."""
+    device = next(network.parameters()).device
+    output = network(input_ids=torch.tensor([[0, mask, 1]], device=device), output_hidden_states=True)
+    name = type(network).__name__
+    if getattr(output, "logits", None) is None:
+        raise ValueError(f"{name}: gives no logits; load a model with a masked-LM head")
+    states = getattr(output, "hidden_states", None)
+    if not states:
+        raise ValueError(
+            f"{name}: gives no hidden_states when asked for output_hidden_states=True; an estimator has nothing to "
+            "read. Wrap the network so that its output carries them"
+        )
+    if not layers or not all(-len(states) <= layer < len(states) for layer in layers):
+        raise ValueError(f"{name}: layers must lie in {-len(states)}..{len(states) - 1} (0: embeddings), got {layers}")
+    return output.logits, states
+
+
+def _special_tokens(tokenizer: Any, config: Any, vocabulary: int) -> list[int]:
+    """Tokens that are no text: special ones, and rows of the head that stand for no token at all."""
+    if tokenizer is not None:
+        return [*tokenizer.all_special_ids, *range(len(tokenizer), vocabulary)]
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    found = [getattr(config, name, None) for name in names]
+    return [token for token in found if isinstance(token, int)]
+
+
+def _position_limit(network: nn.Module) -> int | None:
+    """How many tokens a table of learned positions has room for; None where positions are computed."""
+    for name, module in network.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            # RoBERTa and its kind start to count behind the pad token.
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    return None

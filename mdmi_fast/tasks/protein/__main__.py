@@ -1,0 +1,64 @@
+"""Commands around the antibody models: python -m mdmi_fast.tasks.protein chains | states | prompts | fasta."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mdmi_fast.files import replace_file
+from mdmi_fast.models import load_model
+from mdmi_fast.tasks.protein.chains import fetch_chains, read_fasta, write_fasta
+from mdmi_fast.tasks.protein.states import TASKS, decoding_states, prompts, split
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m mdmi_fast.tasks.protein", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    chains = commands.add_parser("chains", help="fetch and translate real human heavy chains")
+    chains.add_argument("--package", type=Path, help="the .deb file, instead of downloading it")
+    chains.add_argument("--out", type=Path, required=True, help="FASTA file to write")
+    states = commands.add_parser("states", help="states to label, as met while sampling")
+    asked = commands.add_parser("prompts", help="chains to fill, for `mdmi-fast decode`")
+    for command in (states, asked):
+        command.add_argument("--model", default="sapiens:heavy")
+        command.add_argument("--chains", type=Path, required=True, help="written by the command chains")
+        command.add_argument("--count", type=int, required=True)
+        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--out", type=Path, required=True, help="JSON lines to write")
+    asked.add_argument("--task", choices=TASKS, required=True)
+    fasta = commands.add_parser("fasta", help="turn decoded JSON lines into FASTA on standard output")
+    fasta.add_argument("--model", default="sapiens:heavy")
+    fasta.add_argument("decoded", type=Path, help="written by `mdmi-fast decode`")
+    options = parser.parse_args()
+    if options.command == "chains":
+        found = fetch_chains(package=options.package)
+        write_fasta(found, options.out)
+        print(f"{len(found)} distinct heavy chains in {options.out}")
+        return
+    model: Any = load_model(options.model)
+    if options.command == "fasta":
+        for number, line in enumerate(options.decoded.read_text().splitlines()):
+            (chain,) = model.tokenizer.decode(torch.tensor([json.loads(line)["tokens"]]))
+            print(f">{number}\n{chain}")
+        return
+    train, judge = split(read_fasta(options.chains), longest=model.max_length - 2)
+    if options.command == "states":
+        tokens = decoding_states(model, model.tokenizer, train, options.count, seed=options.seed)
+        _write(options.out, tokens.tolist())
+    else:
+        texts = prompts(options.task, judge, options.count, seed=options.seed)
+        _write(options.out, (model.tokenizer.encode([text])[0].tolist() for text in texts))
+
+
+def _write(path: Path, rows: Iterable[list[int]]) -> None:
+    with replace_file(path) as temporary, temporary.open("w") as file:
+        file.writelines(json.dumps({"tokens": row}) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,407 @@
+"""Masked LMs of transformers behind one interface: tiny random networks of six architectures, and diffusion models."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from mdmi_fast import MaskedModel, TopK, decode, load_model, ops
+from mdmi_fast.models.huggingface import HuggingFaceModel
+
+V, MASK, PAD, START, END = 30, 4, 0, 2, 3
+SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": V}
+SPECIAL = {"pad_token_id": PAD, "mask_token_id": MASK, "cls_token_id": START, "sep_token_id": END}
+CONFIGURATIONS = {
+    "bert": lambda: transformers.BertConfig(**SIZES, **SPECIAL),
+    "roberta": lambda: transformers.RobertaConfig(**SIZES, **SPECIAL, bos_token_id=START, eos_token_id=END),
+    "esm": lambda: transformers.EsmConfig(**SIZES, **SPECIAL, position_embedding_type="rotary", token_dropout=True),
+    "modernbert": lambda: transformers.ModernBertConfig(
+        **SIZES, **SPECIAL, bos_token_id=START, eos_token_id=END, local_attention=4
+    ),
+    "distilbert": lambda: transformers.DistilBertConfig(
+        vocab_size=V, dim=32, n_layers=3, n_heads=4, hidden_dim=48, **SPECIAL
+    ),
+    "esmc": lambda: transformers.EsmcConfig(**SIZES, **SPECIAL),
+}
+
+
+def tiny(architecture: str) -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.AutoModelForMaskedLM.from_config(CONFIGURATIONS[architecture]()).eval()
+
+
+@pytest.fixture(params=list(CONFIGURATIONS))
+def architecture(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def model(architecture: str) -> HuggingFaceModel:
+    return HuggingFaceModel(tiny(architecture))
+
+
+def sentences(count: int, length: int) -> Tensor:
+    """Sequences between their two special tokens, about half of it masked."""
+    tokens = torch.randint(5, V, (count, length))
+    tokens[torch.rand(count, length) < 0.5] = MASK
+    tokens[:, 0], tokens[:, -1] = START, END
+    return tokens
+
+
+def test_is_a_masked_model_whose_shapes_and_never_decoded_tokens_are_right(model: HuggingFaceModel) -> None:
+    assert isinstance(model, MaskedModel)
+    assert (model.vocab_size, model.hidden_size, model.mask_token_id) == (V, 32, MASK)
+    logits, hidden = model(sentences(3, 9))
+    assert logits.shape == (3, 9, V)
+    assert hidden.shape == (3, 9, 32)
+    impossible = logits == -torch.inf
+    assert impossible[..., [PAD, START, END, MASK]].all()
+    assert impossible.sum() == 3 * 9 * 4
+    assert hidden.isfinite().all()
+
+
+def test_logits_are_those_of_the_network(model: HuggingFaceModel) -> None:
+    tokens = sentences(3, 12)
+    with torch.no_grad():
+        expected = model.network(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+    # The mask of ones may choose another attention kernel, which adds in another order.
+    assert torch.allclose(model(tokens).logits[..., 5:], expected[..., 5:], atol=1e-5)
+
+
+def test_hidden_and_logits_agree_through_the_head(model: HuggingFaceModel) -> None:
+    """The last hidden state is what the network's own head reads."""
+    logits, hidden = model(sentences(2, 8))
+    heads = [getattr(model.network, name, None) for name in ("cls", "lm_head", "vocab_transform", "head")]
+    head = next(head for head in heads if head is not None)
+    with torch.no_grad():
+        read = head(hidden)
+        if head is getattr(model.network, "vocab_transform", None):
+            network: Any = model.network
+            read = network.vocab_projector(network.vocab_layer_norm(network.activation(read)))
+        elif head is getattr(model.network, "head", None):
+            read = model.network.decoder(read)  # type: ignore[operator]
+    assert torch.allclose(read[..., 5:], logits[..., 5:], atol=1e-5)
+
+
+def test_a_sequence_alone_in_any_batch_and_padded_on_either_side_gives_the_same_bits(model: HuggingFaceModel) -> None:
+    for length in (2, 9):
+        tokens = torch.randint(5, V, (4, length))
+        tokens[:, 1] = MASK
+        alone = [model(row[None]) for row in tokens]
+        for field in (0, 1):
+            expected = torch.cat([output[field] for output in alone])
+            for size in (2, 4):
+                together = torch.cat([model(part)[field] for part in tokens.split(size)])
+                assert torch.equal(together, expected)
+            for left, right in ((3, 0), (0, 5), (2, 2)):
+                padded = nn.functional.pad(tokens, (left, right), value=PAD)
+                visible = nn.functional.pad(torch.ones_like(tokens, dtype=torch.bool), (left, right), value=False)
+                for output in (model(padded, visible)[field], model(padded)[field]):
+                    assert torch.equal(output[:, left : left + length], expected)
+                    assert (output[:, :left] == 0).all()
+                    assert (output[:, left + length :] == 0).all()
+
+
+def test_bits_do_not_depend_on_the_batch_with_two_threads(two_threads: None) -> None:
+    model = HuggingFaceModel(tiny("bert"))
+    tokens = sentences(4, 7)
+    assert torch.equal(model(tokens).logits, torch.cat([model(row[None]).logits for row in tokens]))
+
+
+def test_what_stands_at_padding_does_not_matter(model: HuggingFaceModel) -> None:
+    tokens = nn.functional.pad(sentences(2, 6), (1, 2), value=7)
+    visible = torch.zeros(2, 9, dtype=torch.bool)
+    visible[:, 1:7] = True
+    other = tokens.masked_fill(~visible, MASK)
+    for a, b in zip(model(tokens, visible), model(other, visible), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_sequences_of_several_lengths_go_back_to_their_places(model: HuggingFaceModel) -> None:
+    tokens = sentences(5, 10)
+    visible = torch.arange(10) < torch.tensor([10, 4, 7, 4, 10])[:, None]
+    logits = model(tokens, visible).logits
+    for row in range(5):
+        length = int(visible[row].sum())
+        assert torch.equal(logits[row, :length], model(tokens[row : row + 1, :length]).logits[0])
+    assert (logits[~visible] == 0).all()
+
+
+def test_padding_to_one_length_is_near_and_can_be_asked_for(architecture: str) -> None:
+    exact, padded = (HuggingFaceModel(tiny(architecture), batch_invariant=value) for value in (True, False))
+    tokens = sentences(4, 12)
+    visible = torch.arange(12) >= torch.tensor([0, 3, 5, 0])[:, None]
+    a, b = exact(tokens, visible), padded(tokens, visible)
+    assert torch.allclose(a.hidden, b.hidden, atol=1e-5)
+    assert torch.allclose(a.logits[..., 5:], b.logits[..., 5:], atol=1e-5)
+
+
+def test_statistics_without_logits_are_those_of_the_logits(model: HuggingFaceModel) -> None:
+    assert model.head is not None
+    tokens = nn.functional.pad(sentences(4, 9), (2, 1), value=PAD)
+    logits, hidden = model(tokens)
+    expected = ops.token_stats(logits)
+    stats, state = model.token_stats(tokens)
+    inside = tokens != PAD
+    assert torch.equal(state, hidden)
+    assert torch.equal(stats.token[inside], expected.token[inside])
+    for name in ("entropy", "logsumexp", "confidence", "margin"):
+        assert torch.allclose(getattr(stats, name)[inside], getattr(expected, name)[inside], atol=1e-5)
+
+
+def test_statistics_never_hold_the_logits(largest_allocation: Any) -> None:
+    configuration = transformers.BertConfig(**{**SIZES, "vocab_size": 60_000}, mask_token_id=MASK)
+    network = transformers.BertForMaskedLM(configuration).eval()
+    model = HuggingFaceModel(network)
+    tokens = torch.full((8, 64), MASK)
+    inputs = [tokens, *network.parameters()]
+    assert largest_allocation(lambda *_: model.token_stats(tokens), *inputs) < tokens.numel() * 60_000 * 4 / 8
+    assert largest_allocation(lambda *_: model(tokens), *inputs) >= tokens.numel() * 60_000 * 4
+
+
+def test_a_head_that_cannot_be_found_costs_memory_only() -> None:
+    network = tiny("bert")
+    network.get_output_embeddings = lambda: None  # type: ignore[method-assign, assignment]
+    model = HuggingFaceModel(network)
+    assert model.head is None
+    tokens = sentences(2, 6)
+    expected = ops.token_stats(model(tokens).logits)
+    assert torch.equal(model.token_stats(tokens).stats.entropy, expected.entropy)
+
+
+def test_chosen_layers_are_joined(architecture: str) -> None:
+    network = tiny(architecture)
+    tokens = sentences(2, 7)
+    last, first, both = (HuggingFaceModel(network, layers=layers) for layers in (-1, 1, (1, -1)))
+    assert both.hidden_size == 64
+    assert torch.equal(both(tokens).hidden, torch.cat([first(tokens).hidden, last(tokens).hidden], dim=-1))
+    assert not torch.equal(first(tokens).hidden, last(tokens).hidden)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_precisions_stay_near(architecture: str, dtype: torch.dtype) -> None:
+    tokens = sentences(2, 8)
+    expected = HuggingFaceModel(tiny(architecture))(tokens)
+    model = HuggingFaceModel(tiny(architecture).to(dtype))
+    output = model(tokens)
+    assert output.logits.dtype == output.hidden.dtype == dtype
+    # bf16 carries 8 bits; three layers of states of size 1 add up a few of its steps.
+    assert torch.allclose(output.hidden.float(), expected.hidden, atol=1e-4 if dtype == torch.float64 else 0.15)
+
+
+def test_decoding_fills_every_mask_with_tokens_that_may_be_decoded(architecture: str) -> None:
+    model = HuggingFaceModel(tiny(architecture), never=range(5))
+    tokens = sentences(2, 9)
+    result = decode(model, tokens, TopK(2), temperature=1.0, generator=torch.Generator().manual_seed(0))
+    assert (result.tokens != MASK).all()
+    filled = result.tokens[tokens == MASK]
+    assert (filled >= 5).all()
+
+
+def test_attentions_can_be_had_of_eager_attention(tmp_path: Path) -> None:
+    tiny("bert").save_pretrained(tmp_path)  # type: ignore[operator]
+    tokens = sentences(2, 6)
+    model: Any = load_model(f"hf:{tmp_path}", attention="eager")
+    weights = model.attentions(tokens)
+    assert weights.shape == (3, 2, 4, 6, 6)
+    assert torch.allclose(weights.sum(-1), torch.ones(3, 2, 4, 6))
+    fused: Any = load_model(f"hf:{tmp_path}", attention="sdpa")
+    with pytest.raises(ValueError, match='attention="eager"'):
+        fused.attentions(tokens)
+
+
+def test_a_saved_folder_loads_in_one_line_with_its_tokenizer(architecture: str, tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrst"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = transformers.BertTokenizer(str(tmp_path / "vocab.txt"))
+    network: Any = tiny(architecture)
+    network.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model: Any = load_model(f"hf:{tmp_path}")
+    assert model.mask_token_id == MASK
+    # Five special tokens, and five rows of the head that belong to no token.
+    assert model.never.tolist() == [0, 1, 2, 3, 4, *range(25, 30)]
+    assert model.tokenizer.decode(model.tokenizer("a b").input_ids) == "[CLS] a b [SEP]"
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    bare: Any = load_model(f"hf:{tmp_path}", tokenizer=None, dtype=torch.bfloat16)
+    assert bare.tokenizer is None
+    assert bare(sentences(1, 5)).logits.dtype == torch.bfloat16
+
+
+def test_a_folder_without_a_tokenizer_goes_by_its_configuration(architecture: str, tmp_path: Path) -> None:
+    network: Any = tiny(architecture)
+    network.save_pretrained(tmp_path)
+    model: Any = load_model(f"hf:{tmp_path}")
+    assert model.tokenizer is None
+    assert model.mask_token_id == MASK
+    assert model.never.tolist() == [PAD, START, END, MASK]
+
+
+def test_the_option_compile_reaches_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: asked.append(options))
+    tiny("bert").save_pretrained(tmp_path)  # type: ignore[operator]
+    load_model(f"hf:{tmp_path}", compile=True)
+    assert asked == [{"dynamic": True}]
+
+
+REMOTE = '''
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class TinyConfig(PretrainedConfig):
+    model_type = "{kind}"
+
+
+class TinyModel(PreTrainedModel):
+    """Answers like a masked diffusion model: bidirectional, output with logits and hidden states, extra fields."""
+    config_class = TinyConfig
+    _tied_weights_keys = {{}}
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, 16)
+        self.mix = nn.Linear(16, 16)
+        self.lm_head = nn.Linear(16, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, input_ids, attention_mask=None, output_hidden_states=False, **unused):
+        assert attention_mask is None, "sequences of one length need no mask"
+        x = self.embed(input_ids) + torch.arange(input_ids.shape[1]).unsqueeze(-1) / 10
+        y = torch.tanh(self.mix(x) + x.mean(dim=1, keepdim=True))
+        return CausalLMOutputWithPast(
+            logits=self.lm_head(y), hidden_states=(x, y) if output_hidden_states else None, past_key_values=None
+        )
+'''
+
+
+@pytest.fixture(params=["llada", "Dream"])
+def remote(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Path]:
+    """A folder with a tiny diffusion model and the code that it comes with."""
+    modules = tmp_path / "modules"
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
+    monkeypatch.setattr(sys, "path", [str(modules), *sys.path])
+    folder = tmp_path / f"tiny_{request.param.lower()}"
+    folder.mkdir()
+    (folder / "modeling_tiny.py").write_text(textwrap.dedent(REMOTE.format(kind=request.param)))
+    (folder / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": request.param,
+                "vocab_size": V,
+                "mask_token_id": MASK,
+                "pad_token_id": PAD,
+                "auto_map": {"AutoConfig": "modeling_tiny.TinyConfig", "AutoModel": "modeling_tiny.TinyModel"},
+                "architectures": ["TinyModel"],
+            }
+        )
+    )
+    torch.manual_seed(0)
+    weights = {"embed.weight": torch.randn(V, 16), "mix.weight": torch.randn(16, 16), "mix.bias": torch.randn(16)}
+    weights["lm_head.weight"] = torch.randn(V, 16)
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return request.param, folder
+
+
+def test_diffusion_models_load_with_their_code_and_are_shifted_where_they_have_to(remote: tuple[str, Path]) -> None:
+    kind, folder = remote
+    model: Any = load_model(f"hf:{folder}", trust_remote_code=True)
+    tokens = nn.functional.pad(sentences(3, 7), (2, 0), value=PAD)
+    logits, hidden = model(tokens)
+    with torch.no_grad():
+        raw = model.network(tokens[:, 2:], output_hidden_states=True)
+    logits, hidden = logits[:, 2:], hidden[:, 2:]
+    behind = 1 if kind == "Dream" else 0
+    assert torch.equal(logits[:, behind:, 5:], raw.logits[:, : 7 - behind, 5:])
+    assert torch.equal(hidden[:, behind:], raw.hidden_states[-1][:, : 7 - behind])
+    assert torch.equal(logits[:, 0, 5:], raw.logits[:, 0, 5:])
+    stats = model.token_stats(tokens).stats
+    assert torch.allclose(stats.entropy[:, 2:], ops.token_stats(logits).entropy, atol=1e-5)
+
+
+def test_code_of_a_model_is_not_run_unless_asked(remote: tuple[str, Path]) -> None:
+    _, folder = remote
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_model(f"hf:{folder}")
+
+
+def test_no_mask_token_says_what_to_do() -> None:
+    configuration = CONFIGURATIONS["bert"]()
+    configuration.mask_token_id = None
+    network = transformers.BertForMaskedLM(configuration).eval()
+    with pytest.raises(ValueError, match="configuration knows no mask token; say which one it is with mask_token_id="):
+        HuggingFaceModel(network)
+    tokenizer = type("Tokenizer", (), {"mask_token_id": None})()
+    with pytest.raises(ValueError, match="the tokenizer knows no mask token"):
+        HuggingFaceModel(network, tokenizer)
+    assert HuggingFaceModel(network, mask_token_id=7).mask_token_id == 7
+
+
+@pytest.mark.parametrize("layers", [4, -5, (), (0, 9)])
+def test_unknown_layers_name_those_that_exist(layers: int | tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"layers must lie in -4\.\.3"):
+        HuggingFaceModel(tiny("bert"), layers=layers)
+
+
+def test_a_network_without_hidden_states_or_logits_says_what_is_missing() -> None:
+    class Silent(nn.Module):
+        config = CONFIGURATIONS["bert"]()
+
+        def __init__(self, **fields: Tensor) -> None:
+            super().__init__()
+            self.fields = fields
+            self.weight = nn.Parameter(torch.zeros(1))
+
+        def forward(self, **_: Any) -> Any:
+            return type("Output", (), self.fields)
+
+    with pytest.raises(ValueError, match="gives no hidden_states"):
+        HuggingFaceModel(Silent(logits=torch.zeros(1, 3, V)))
+    with pytest.raises(ValueError, match="masked-LM head"):
+        HuggingFaceModel(Silent(last_hidden_state=torch.zeros(1, 3, V)))
+
+
+def test_bad_inputs_are_named() -> None:
+    model = HuggingFaceModel(tiny("roberta"))
+    assert model.max_length == 512 - PAD - 1
+    good = sentences(2, 6)
+    with pytest.raises(ValueError, match=r"tokens must be \[B, N\] int64, got shape \(2, 6\) torch.int32"):
+        model(good.int())
+    with pytest.raises(ValueError, match=r"tokens must lie in 0\.\.29, got 2\.\.30"):
+        model(torch.full((1, 2), 30).index_fill(1, torch.tensor([0]), 2))
+    with pytest.raises(ValueError, match=r"attention_mask must be \(2, 6\) bool"):
+        model(good, torch.ones(2, 5, dtype=torch.bool))
+    gap = torch.ones(2, 6, dtype=torch.bool)
+    gap[1, 3] = False
+    with pytest.raises(ValueError, match="sequence 1 has some in the middle"):
+        model(good, gap)
+    with pytest.raises(ValueError, match="at most 511 tokens, got 512"):
+        model(torch.full((1, 512), 7))
+
+
+def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'mdmi-fast\[hf\]'"):
+        load_model("hf:anything")
+
+
+def test_a_folder_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(OSError, match="no/such/folder"):
+        load_model("hf:./no/such/folder")
