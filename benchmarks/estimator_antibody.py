@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mdmi_fast.tasks.protein.chains import fetch_chains, read_fasta, write_fasta
-from mdmi_fast.tasks.protein.states import decoding_states, split
 
 from mdmi_fast import PairwiseMIEstimator, load_model, train_estimator
 from mdmi_fast.estimator import evaluate_splits
 from mdmi_fast.estimator.data import Example, read_examples
 from mdmi_fast.labels import FORMS, Form, write_labels
+from mdmi_fast.tasks.protein.chains import fetch_chains, read_fasta, write_fasta
+from mdmi_fast.tasks.protein.states import decoding_states, split
 
 MODEL, EPSILON, SMALLEST = "sapiens:heavy", 0.01, 16
 NETWORK: dict[str, Any] = {"layers": (128, 64), "combine": "interaction", "rank": 64}
