@@ -398,7 +398,7 @@ class _Keys:
     def __init__(self, kind: str, settings: object, model: MaskedModel) -> None:
         from mdmi_fast import __version__
 
-        self._what = f"{__version__} {kind} {model_hash(model)} {_describe(settings)}"
+        self._what = f"{__version__} {kind} {model_hash(model)} {describe(settings)}"
 
     def __call__(self, mask: Tensor, step: int, hidden: Tensor) -> list[str]:
         tokens, visible = getattr(step, "tokens", None), getattr(step, "attention_mask", None)
@@ -417,8 +417,8 @@ class _Keys:
         return keys
 
 
-def _describe(value: object) -> str:
-    """Settings and weights as text: equal for equal answers, different for different ones.
+def describe(value: object) -> str:
+    """Settings and weights of a policy or source as text: equal for equal answers, different for different ones.
 
     Raises:
         TypeError: for an object that may answer differently from one that looks the same.
@@ -429,9 +429,9 @@ def _describe(value: object) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, Shuffled):  # which draws
-        fields = (f"{field.name}={_describe(getattr(value, field.name))}" for field in dataclasses.fields(value))
+        fields = (f"{field.name}={describe(getattr(value, field.name))}" for field in dataclasses.fields(value))
         return f"{type(value).__name__}({', '.join(fields)})"
-    raise TypeError(f"cache: cannot tell by its settings what {type(value).__name__} will answer, so not cache it")
+    raise TypeError(f"describe: cannot tell by its settings what {type(value).__name__} will answer")
 
 
 def _only(mask: Tensor, rows: list[int]) -> Tensor:
