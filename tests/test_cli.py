@@ -123,7 +123,7 @@ def test_help_lists_every_command(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
     for command in COMMANDS:
-        assert f"    {command} " in out
+        assert f"    {command}" in out
     assert run("--version")[:2] == (0, f"mdmi-fast {mdmi_fast.__version__}\n")
 
 

@@ -247,13 +247,16 @@ class Guard:
         self._recover()
         self.save()
 
+    def report(self) -> dict[str, Any]:
+        """All that the guard knows, as it is written to its file and read by the metrics."""
+        self.state.capital = {name: evidence.capital for name, evidence in self._evidence.items()}
+        return {**dataclasses.asdict(self.state), "share": self.share}
+
     def save(self) -> None:
         """Write the state, if there is a file for it."""
-        if self._path is None:
-            return
-        self.state.capital = {name: evidence.capital for name, evidence in self._evidence.items()}
-        with replace_file(self._path) as temporary:
-            temporary.write_text(json.dumps({**dataclasses.asdict(self.state), "share": self.share}, indent=1) + "\n")
+        if self._path is not None:
+            with replace_file(self._path) as temporary:
+                temporary.write_text(json.dumps(self.report(), indent=1) + "\n")
 
     def _load(self, watched: str) -> _State:
         if self._path is None or not self._path.exists():
