@@ -68,7 +68,7 @@ def test_the_numbers_are_those_of_the_guard_and_the_cache(tmp_path: Path) -> Non
     assert seen["mdmi_guard_correlation", "main"] == pytest.approx(1.0, abs=1e-3)
     assert seen["mdmi_guard_share_ratio", "main"] == guard.share
     assert seen["mdmi_guard_alarms_total", "main", "quality_off"] == guard.state.alarms["quality_off"] > 0
-    assert seen["mdmi_cache_requests_total", "mi", "memory", "hit"] == cache.counts["memory"].hits > 0
+    assert seen["mdmi_cache_requests_total", "mi", "hit", "memory"] == cache.counts["memory"].hits > 0
     assert seen["mdmi_cache_read_bytes_total", "mi", "memory"] == cache.counts["memory"].read_bytes > 0
 
 
