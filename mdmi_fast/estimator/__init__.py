@@ -3,6 +3,7 @@
 from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
 from mdmi_fast.estimator.network import Head, PairScorer, PairwiseMIEstimator, load_estimator
 from mdmi_fast.estimator.train import TrainingProgress, train_estimator
+from mdmi_fast.estimator.window import Windowed
 
 __all__ = [
     "Head",
@@ -10,6 +11,7 @@ __all__ = [
     "PairScorer",
     "PairwiseMIEstimator",
     "TrainingProgress",
+    "Windowed",
     "evaluate_estimator",
     "load_estimator",
     "train_estimator",

@@ -114,6 +114,35 @@ class PairScorer(nn.Module):
             u, v, head.weights, head.biases, head.w_out, head.b_out, mask=mask, prepared=prepared, **self._options()
         )
 
+    def band(self, hidden: Tensor, mask: Tensor, window: int) -> Tensor:
+        """Predicted mutual information of the masked pairs at most `window` apart.
+
+        Args:
+            hidden: [B, N, D], as for `forward`.
+            mask: [B, N] bool, True = masked.
+            window: the farthest distance, at least 0.
+
+        Returns:
+            [B, N, 2 * window + 1] float32, nats; entry (i, window + d) is that of the pair (i, i + d).
+
+        Raises:
+            ValueError: as `forward`.
+        """
+        u, v = self._checked_halves(hidden)
+        head, prepared = self._current_head()
+        return ops.pairwise_mlp_band(
+            u,
+            v,
+            head.weights,
+            head.biases,
+            head.w_out,
+            head.b_out,
+            window,
+            mask=mask,
+            prepared=prepared,
+            **self._options(),
+        )
+
     def score_and_select(
         self,
         entropy: Tensor,
