@@ -55,15 +55,16 @@ def canary(runs: int) -> Iterator[Row]:
     for stage, share in enumerate(Thresholds().stages):
         for drop in (0.0, 0.03, 0.1, 0.5):
             found, watched = [], 0
+            last = stage + 1 == len(Thresholds().stages)
+            name = "fallback or tighter limit" if drop else "false alarm" if last else "next stage"
             for run in range(runs):
                 guard = Guard(EntropyBound(1.0))
                 guard.state.stage = stage
                 delay = first_change(guard, QUALITY * (1 - drop), np.random.default_rng(run))
                 watched += delay or LONGEST
-                good = guard.share > share if drop == 0 else guard.share == 0 or guard.state.scale < 1
+                good = guard.share > share if name == "next stage" else guard.share < share or guard.state.scale < 1
                 if delay is not None and good:
                     found.append(delay)
-            name = "next stage" if drop == 0 else "fallback or tighter limit"
             yield row(name, f"{share:.0%} of sequences, quality -{drop:.0%}", "sequences", runs, watched, found)
 
 
