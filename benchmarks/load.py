@@ -33,10 +33,10 @@ import torch
 from mdmi_fast import decode, load_estimator, load_model
 from mdmi_fast.decode import parse_policy
 from mdmi_fast.files import replace_file
+from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "load.csv"
-PUZZLES = ROOT / "mdmi_fast" / "tasks" / "sudoku" / "data" / "validation_500.txt"
 POLICY = "mi-budget:0.05"
 GARBAGE = [b"", b"{", b"[]", b'{"tokens": [1, 2]}', b'{"tokens": "x"}', b'{"tokens": [11], "seed": 1}', b"\xff" * 2000]
 
@@ -54,10 +54,7 @@ def start_service(port: int, *options: str) -> subprocess.Popen[str]:
 
 def answers(count: int) -> tuple[list[list[int]], list[list[int]]]:
     """Puzzles, and what decoding each gives."""
-    puzzles = [
-        [int(c) if c.isdigit() else 0 for c in line.split()[0]] for line in PUZZLES.read_text().split("\n") if line
-    ]
-    tokens = torch.tensor(puzzles[:count])
+    tokens = torch.from_numpy(validation_puzzles().givens[:count]).long()
     result = decode(load_model("sudoku"), tokens, parse_policy(POLICY, mi=load_estimator("sudoku")))
     return tokens.tolist(), result.tokens.tolist()
 
