@@ -6,7 +6,6 @@ import asyncio
 import functools
 import os
 import signal
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,53 +13,13 @@ from typing import Any
 import pytest
 import torch
 from aiohttp import ClientSession, web
-from torch import Tensor
 
 from examples.service.dispatch import Dispatcher, Refused
 from examples.service.server import Service
 from examples.service.worker import Engine, Job, Settings
 from mdmi_fast import decode
 from mdmi_fast.decode import parse_policy
-from mdmi_fast.models import MaskedOutput
-
-
-class Toy:
-    """A model of sequences of any length over 4 tokens; what it says depends on the visible ones. Padding is ignored."""
-
-    mask_token_id, vocab_size, hidden_size = 4, 5, 2
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
-
-    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
-        time.sleep(self.seconds)
-        visible = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask
-        known = visible & (tokens != self.mask_token_id)
-        total = (known * (tokens + 1)).sum(dim=-1, keepdim=True)
-        place = torch.arange(tokens.shape[1])
-        logits = torch.sin((total + place).unsqueeze(-1) * torch.arange(1.0, 6.0))
-        logits[..., self.mask_token_id] = -torch.inf
-        return MaskedOutput(logits, torch.stack([place.expand_as(tokens), tokens], dim=-1).float())
-
-
-class Deadly(Toy):
-    """Kills its process over a sequence of nothing but 3 with one blank, and fails over one of nothing but 2."""
-
-    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
-        for row in tokens.tolist():
-            told = {token for token in row if token != self.mask_token_id}
-            if told == {3}:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if told == {2}:
-                raise RuntimeError("not this one")
-        return super().__call__(tokens, attention_mask)
-
-
-SETTINGS = Settings("toy", "topk:2")
-
-
-def make(number: int, model: Any) -> Callable[[], Engine]:
-    return functools.partial(Engine, SETTINGS, number, model=model)
+from tests._service_models import SETTINGS, Deadly, Toy, broken_weights, make
 
 
 def job(*tokens: int, policy: str | None = None, temperature: float = 0.0, seed: int = 1) -> Job:
@@ -149,6 +108,7 @@ def test_requests_that_come_together_share_a_batch() -> None:
 def test_deadlines_backpressure_and_the_end_are_clear_answers() -> None:
     async def body(dispatcher: Dispatcher) -> Any:
         late = asyncio.create_task(dispatcher.decode(job(*[4] * 20), 0.2))
+        await asyncio.sleep(0)
         while dispatcher.waiting:  # until it is being decoded
             await asyncio.sleep(0.005)
         waiting = [asyncio.create_task(dispatcher.decode(job(4, 4), 60)) for _ in range(3)]
@@ -191,10 +151,6 @@ def test_a_request_that_kills_workers_or_fails_takes_no_other_with_it() -> None:
     assert errors[1] == "RuntimeError: not this one"
     assert errors[2] == "3 workers died over this request"
     assert errors[0] is errors[3] is None
-
-
-def broken_weights() -> Engine:
-    raise ValueError("the weights are NaN")
 
 
 def test_a_worker_that_cannot_start_is_an_error_that_says_why() -> None:

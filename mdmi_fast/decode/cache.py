@@ -370,6 +370,8 @@ class CachedPolicy:
         return f"CachedPolicy({self.policy!r})"
 
     def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:
+        if getattr(step, "notes", None) is not None:  # reasons are asked for, and only computing gives them
+            return self.policy.select(stats, hidden, mask, step)
         n, width = mask.shape[1], -(-mask.shape[1] // 8)
         selected, spent = torch.zeros(mask.shape, dtype=torch.bool), torch.zeros(len(mask), dtype=torch.float64)
         keys, missing = self._keys(mask, step, hidden), []
