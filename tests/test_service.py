@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import io
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -173,7 +174,7 @@ def test_the_http_side_answers_everything_clearly() -> None:
         async with ClientSession() as session:
 
             async def post(body: Any) -> tuple[int, Any]:
-                options = {"data": body} if isinstance(body, bytes) else {"json": body}
+                options = {"data": body} if isinstance(body, bytes | io.BytesIO) else {"json": body}
                 async with session.post(f"{url}/decode", **options) as answer:
                     return answer.status, await answer.json()
 
@@ -198,7 +199,7 @@ def test_the_http_side_answers_everything_clearly() -> None:
                 status, answer = await post(body)
                 assert status == 400
                 assert told in answer["error"]
-            assert (await post(b"[" * 2_000_000))[0] == 413
+            assert (await post(io.BytesIO(b"[" * 2_000_000)))[0] == 413
             assert (await post({"tokens": [4] * 50, "policy": "sequential", "deadline_ms": 50}))[0] == 504
             _, hanging = await asyncio.open_connection(host, port)
             hanging.write(b"POST /decode HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
