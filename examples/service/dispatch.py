@@ -163,7 +163,7 @@ class Dispatcher:
             batch: list[_Pending] = []
             while self._queue and len(batch) < self.max_batch:
                 # Who was there when a worker died is tried alone, so that what kills workers takes no other with it.
-                if batch and max(batch[0].tries, self._queue[0].tries):
+                if batch and (batch[0].tries or self._queue[0].tries):
                     break
                 pending = self._queue.popleft()
                 if not pending.answer.done() and pending.deadline > time.monotonic():
