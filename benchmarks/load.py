@@ -221,7 +221,7 @@ def main() -> int:
     row += [f"{value:.1f}" for value in (p50, p95, p99, worst)] + [errors]
     rows = []
     if RESULTS.exists():
-        rows = [old for old in list(csv.reader(RESULTS.open()))[1:] if old[0] != name]
+        rows = [old for old in list(csv.reader(RESULTS.open()))[1:] if old[:2] != [name, str(options.workers)]]
     with replace_file(RESULTS) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         columns = ["run", "workers", "rate_per_s", "seconds", "requests", "per_minute", "p50_ms", "p95_ms", "p99_ms"]
