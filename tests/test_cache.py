@@ -75,8 +75,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 def test_a_cached_decode_is_the_same_and_asks_the_model_less(store: Store) -> None:
     model = counted_model()
-    plain = decode(model, STATES, MIBudget(Probing(), gamma=0.3))
-    policy = MIBudget(CachedMI(Probing(), model, Cache(store)), gamma=0.3)
+    plain = decode(model, STATES, MIBudget(Probing(), gamma=0.3, entropy_weight=0.0))
+    policy = MIBudget(CachedMI(Probing(), model, Cache(store)), gamma=0.3, entropy_weight=0.0)
     asked = []
     for _ in range(2):
         model.rows = 0
@@ -124,7 +124,7 @@ def test_every_part_of_the_key_makes_another_entry() -> None:
 @pytest.mark.parametrize("damage", [b"", b"short", None])
 def test_a_damaged_entry_is_dropped_and_computed_again(store: Store, damage: bytes | None) -> None:
     model, cache = counted_model(), Cache(store)
-    policy = MIBudget(CachedMI(Probing(), model, cache), gamma=0.3)
+    policy = MIBudget(CachedMI(Probing(), model, cache), gamma=0.3, entropy_weight=0.0)
     plain = decode(model, STATES[:1], policy)
     key = _any_key(store)
     entry = store.get(key)
@@ -139,7 +139,7 @@ def test_a_damaged_entry_is_dropped_and_computed_again(store: Store, damage: byt
 def test_an_entry_of_another_size_is_no_answer() -> None:
     model, store = counted_model(), MemoryStore()
     cache = Cache(store)
-    policy = CachedPolicy(MIBudget(Probing(), gamma=0.3), model, cache)
+    policy = CachedPolicy(MIBudget(Probing(), gamma=0.3, entropy_weight=0.0), model, cache)
     plain = decode(model, STATES[:1], policy)
     cache.put(_any_key(store), b"a well-formed entry of something else")
     assert torch.equal(decode(model, STATES[:1], policy).tokens, plain.tokens)
@@ -200,7 +200,9 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_said_once_and_decoding_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     model = counted_model()
-    policy = MIBudget(CachedMI(Probing(), model, Cache(DiskStore(tmp_path / "file" / "cache"))), gamma=0.3)
+    policy = MIBudget(
+        CachedMI(Probing(), model, Cache(DiskStore(tmp_path / "file" / "cache"))), gamma=0.3, entropy_weight=0.0
+    )
     with pytest.warns(UserWarning, match="cannot be used, decoding goes on without it") as said:
         decode(model, STATES, policy)
     assert len(said) == 1
@@ -208,9 +210,9 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_decoding_goes_on(tmp_p
 
 def test_an_unreachable_redis_is_a_miss_and_one_warning(tmp_path: Path) -> None:
     model, cache = counted_model(), Cache(RedisStore(f"unix://{tmp_path}/nobody.sock"))
-    plain = decode(model, STATES, MIBudget(Probing(), gamma=0.3))
+    plain = decode(model, STATES, MIBudget(Probing(), gamma=0.3, entropy_weight=0.0))
     with pytest.warns(UserWarning, match="Redis does not answer") as said:
-        again = decode(model, STATES, MIBudget(CachedMI(Probing(), model, cache), gamma=0.3))
+        again = decode(model, STATES, MIBudget(CachedMI(Probing(), model, cache), gamma=0.3, entropy_weight=0.0))
     assert len(said) == 1
     assert torch.equal(again.tokens, plain.tokens)
     assert cache.counts["redis"].hits == 0

@@ -33,7 +33,7 @@ def used(folder: Path) -> tuple[Guard, Cache]:
     """A guard and a cache that something happened to."""
     model = JointTable(torch.rand(3, 3, 3, 3, generator=torch.Generator().manual_seed(0)) ** 8)
     cache = Cache(MemoryStore())
-    policy = MIBudget(CachedMI(Probing(), model, cache), gamma=0.3)
+    policy = MIBudget(CachedMI(Probing(), model, cache), gamma=0.3, entropy_weight=0.0)
     limits = Thresholds(stages=(0.5,), audited_positions=2, interval=20, tau=1.0)
     guard = Guard(policy, thresholds=limits, audit_share=0.5, state=folder / "main.json", watched="test")
     for turn in range(3):

@@ -146,7 +146,7 @@ class Guard:
         policy: Policy,
         *,
         thresholds: Thresholds | None = None,
-        audit_share: float = 0.02,
+        audit_share: float = 0.01,
         state: str | Path | None = None,
         watched: str | None = None,
         seed: int = 0,
