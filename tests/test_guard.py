@@ -131,7 +131,11 @@ def test_an_estimator_that_fails_is_said_once_and_the_answer_is_the_sequential_o
 
     model, seeds, states = dependent_model(), torch.arange(32), torch.full((32, 4), 3)
     guard = Guard(
-        MIBudget(broken, 0.3), thresholds=Thresholds(stages=(0.9,)), audit_share=0.0, state=tmp_path / "g", watched="b"
+        MIBudget(broken, 0.3, entropy_weight=0.0),
+        thresholds=Thresholds(stages=(0.9,)),
+        audit_share=0.0,
+        state=tmp_path / "g",
+        watched="b",
     )
     with pytest.warns(UserWarning, match="failed, decoding sequentially: select_budget: mi must not be NaN") as said:
         result = decode(model, states, guard, seeds=seeds)
