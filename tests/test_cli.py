@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,10 +28,10 @@ from torch import Tensor
 import mdmi_fast
 from mdmi_fast.cli import COMMANDS, _options, _progress, main
 from mdmi_fast.decode import policy_forms
-from mdmi_fast.estimator.network import identity
 from mdmi_fast.labels import FORMS
 from mdmi_fast.maps import MIMap
 from mdmi_fast.models import MaskedOutput, load_model
+from mdmi_fast.models.identity import identity
 from mdmi_fast.tasks.sudoku.puzzles import format_line, is_valid_board, random_boards, random_clues, test_puzzles
 
 PUZZLES = test_puzzles()
@@ -124,7 +125,7 @@ def test_help_lists_every_command(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
     for command in COMMANDS:
-        assert f"    {command} " in out
+        assert f"    {command}" in out
     assert run("--version")[:2] == (0, f"mdmi-fast {mdmi_fast.__version__}\n")
 
 
@@ -704,6 +705,23 @@ def test_map_of_a_model_without_a_known_structure(run: Run, tmp_path: Path) -> N
     assert "3 masked positions, 0 dependent pairs" in out
     code, _, err = run("map", "--model", "any", "--data", data, "--out", tmp_path / "p")
     assert (code, err) == (2, "mdmi-fast map: no estimator ships for any: name one with --estimator\n")
+
+
+def test_map_writes_every_format_and_compares_with_another_map(
+    run: Run, tmp_path: Path, easy: Path, trained: Path
+) -> None:
+    predicted = ("map", "--model", "sudoku", "--data", easy, "--estimator", trained / "estimator", "--top", 3)
+    formats = "npz,graphml,dot,json,png,svg,html"
+    code, out, _ = run(*predicted, "--out", tmp_path / "p", "--formats", formats, "--picture", "board", "--rate", 0.1)
+    assert code == 0
+    assert {path.suffix[1:] for path in tmp_path.glob("p.*")} == set(formats.split(","))
+    assert "surprises at a false discovery rate of 0.1: " in out
+    assert 0 < float(re.search(r"area under the ROC curve .*: (0\.\d+)", out)[1]) < 1
+    code, out, _ = run(*predicted, "--out", tmp_path / "c", "--formats", "png", "--compare", tmp_path / "p.npz")
+    assert code == 0
+    assert "compared with p.npz (predicted): r = 1.0000, mean difference 0.0000 nats" in out
+    code, _, err = run(*predicted[:2], "any", *predicted[3:], "--out", tmp_path / "c", "--picture", "board")
+    assert (code, err) == (2, "mdmi-fast map: --picture board belongs to Sudoku models\n")
 
 
 def test_map_names_an_index_that_is_not_there(run: Run, tmp_path: Path, easy: Path) -> None:

@@ -17,9 +17,10 @@ from torch import Tensor
 from mdmi_fast import PairwiseMIEstimator, load_estimator, ops
 from mdmi_fast.decode import Step
 from mdmi_fast.estimator import PairScorer
-from mdmi_fast.estimator.network import CONFIG_FILE, WEIGHTS_FILE, Combine, Marginals, Output, identity
+from mdmi_fast.estimator.network import CONFIG_FILE, WEIGHTS_FILE, Combine, Marginals, Output
 from mdmi_fast.labels import label_mi, masked_pairs
 from mdmi_fast.models.exact import JointTable
+from mdmi_fast.models.identity import identity
 from mdmi_fast.ops import TokenStats
 from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import DIGIT_STATE, HIDDEN_WIDTH, load_model

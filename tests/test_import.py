@@ -75,6 +75,23 @@ def test_works_without_the_extension_and_without_triton() -> None:
     assert python(code, MDMI_BACKEND="").split() == ["1", "True"]
 
 
+def test_every_module_imports_without_any_extra() -> None:
+    code = """
+        import importlib, pkgutil, sys
+        import torch
+        for extra in ("aiohttp", "filelock", "matplotlib", "networkx", "opentelemetry", "platformdirs",
+                      "prometheus_client", "redis", "transformers"):
+            sys.modules[extra] = None
+        import mdmi_fast
+        names = [module.name for module in pkgutil.walk_packages(mdmi_fast.__path__, "mdmi_fast.")]
+        own = [name for name in names if not name.startswith(("mdmi_fast.kernels", "mdmi_fast.bench", "mdmi_fast.__main__"))]
+        for name in own:
+            importlib.import_module(name)
+        print(len(own) > 60)
+        """
+    assert python(code).strip() == "True"
+
+
 @pytest.mark.parametrize("name", mdmi_fast.__all__)
 def test_public_names_are_there(name: str) -> None:
     assert getattr(mdmi_fast, name) is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -11,11 +13,24 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.image import imread
+from matplotlib.patches import Arc, FancyArrowPatch
 from torch import Tensor
 
 from mdmi_fast import dependency_graph, mi_map, ops
 from mdmi_fast.errors import UnsupportedError
-from mdmi_fast.maps import MIMap, Pair, compare_structure, draw_map
+from mdmi_fast.maps import (
+    MIMap,
+    Pair,
+    compare_maps,
+    compare_structure,
+    draw_arcs,
+    draw_board,
+    draw_comparison,
+    draw_map,
+    find_surprises,
+    roc_area,
+    write_graph,
+)
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
 
@@ -283,3 +298,133 @@ def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, pac
     with pytest.raises(UnsupportedError) as error:
         dependency_graph(found, 0.1) if package == "networkx" else draw_map(found)
     assert error.value.reasons == [f"{package} is not installed: pip install 'mdmi-fast[plot]'"]
+
+
+@pytest.mark.parametrize("ending", ["graphml", "dot", "json"])
+def test_every_graph_file_holds_the_graph(tmp_path: Path, ending: str) -> None:
+    found = mi_map(two_coupled_pairs(), ALL_MASKED, labels=['say "a"', "b", "c", "d"])
+    graph = dependency_graph(found, tau=0.01)
+    path = tmp_path / f"g.{ending}"
+    write_graph(graph, path)
+    if ending == "graphml":
+        again = networkx.read_graphml(path, node_type=int)
+    elif ending == "json":
+        again = networkx.node_link_graph(json.loads(path.read_text()), edges="links")
+    else:
+        text = path.read_text()
+        assert text.startswith("graph dependencies {")
+        assert '  0 [label="say \\"a\\""];' in text
+        assert sorted(re.findall(r"(\d) -- (\d) \[mi=([\d.]+)", text)) == [
+            ("0", "1", f"{found.mi[0, 1]:.6g}"),
+            ("2", "3", f"{found.mi[2, 3]:.6g}"),
+        ]
+        return
+    assert dict(again.nodes(data=True)) == dict(graph.nodes(data=True))
+    assert list(again.edges(data=True)) == list(graph.edges(data=True))
+
+
+def test_a_graph_file_of_another_ending_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must end in \.graphml, \.dot or \.json, got g\.gif"):
+        write_graph(networkx.Graph(), tmp_path / "g.gif")
+
+
+def simulated(n: int, surprising: list[tuple[int, int, float]], seed: int) -> tuple[MIMap, Tensor]:
+    """Log-normal mutual information, stronger in a random structure, with some pairs set apart by hand."""
+    random = torch.Generator().manual_seed(seed)
+    expected = (torch.rand(n, n, generator=random) < 0.3).triu(1)
+    values = (torch.randn(n, n, generator=random) + torch.where(expected, -2.0, -6.0)).exp().triu(1)
+    for first, second, value in surprising:
+        values[first, second] = value
+        expected[first, second] = value < 0.01
+    mi = (values + values.T).float()
+    zeros = torch.zeros(n, dtype=torch.int64)
+    mask = torch.ones(n, dtype=torch.bool)
+    return MIMap(mi, torch.ones(n), zeros, mask, tuple(map(str, range(n))), "simulated"), expected
+
+
+def test_planted_surprises_are_found_and_no_more_false_ones_than_promised() -> None:
+    planted = [(0, 1, 2.0), (2, 3, 3.0), (4, 5, 1e-5), (6, 7, 2e-5)]
+    false_shares = []
+    for seed in range(40):
+        found, expected = simulated(40, planted, seed)
+        surprises = find_surprises(found, expected, rate=0.1)
+        assert surprises.unexpected[0, 1]
+        assert surprises.unexpected[3, 2]
+        assert surprises.missing[4, 5]
+        assert surprises.missing[7, 6]
+        total = int((surprises.unexpected | surprises.missing).sum()) // 2
+        false_shares.append((total - len(planted)) / total)
+        assert torch.equal(surprises.unexpected, surprises.unexpected.T)
+        assert float(surprises.p_value[0, 1]) < 1e-3
+    assert np.mean(false_shares) < 0.1 + 2 * np.std(false_shares) / len(false_shares) ** 0.5
+
+
+def test_without_surprises_hardly_any_are_reported() -> None:
+    reports = [find_surprises(*simulated(40, [], seed), rate=0.05) for seed in range(40)]
+    alarmed = sum(bool((report.unexpected | report.missing).any()) for report in reports)
+    # 5% of the maps, for each kind; the width is estimated, so leave room.
+    assert alarmed <= 10
+
+
+def test_nonsense_rates_are_refused() -> None:
+    found, expected = simulated(5, [], 0)
+    with pytest.raises(ValueError, match=r"rate must be between 0 and 1, got 1\.5"):
+        find_surprises(found, expected, rate=1.5)
+
+
+def test_the_roc_area_is_the_share_of_pairs_in_order() -> None:
+    found = hand_made([[0, 0.4, 0.1, 0.2], [0, 0, 0.2, 0.0], [0, 0, 0, 0.0], [0, 0, 0, 0]], [1, 1, 1, 1])
+    expected = torch.zeros(4, 4, dtype=torch.bool)
+    expected[0, 1] = expected[3, 0] = True
+    # .4 beats all four others; .2 beats .1, .0 and .0, and ties with .2
+    assert roc_area(found, expected) == pytest.approx((4 + 3.5) / 8)
+    assert math.isnan(roc_area(found, torch.zeros(4, 4, dtype=torch.bool)))
+
+
+def test_two_maps_are_compared_where_both_are_masked() -> None:
+    one = hand_made([[0, 0.4, 0.1], [0.4, 0, 0.2], [0.1, 0.2, 0]], [1, 1, 1])
+    other = hand_made([[0, 0.1, 0.1], [0.1, 0, 0.3], [0.1, 0.3, 0]], [1, 1, 1])
+    report = compare_maps(one, other, limit=2)
+    assert report.correlation == pytest.approx(np.corrcoef([0.4, 0.1, 0.2], [0.1, 0.1, 0.3])[0, 1], abs=1e-6)
+    assert report.mean_error == pytest.approx(0.4 / 3)
+    assert report.pairs == [(0, 1, pytest.approx(0.3)), (1, 2, pytest.approx(-0.1))]
+    with pytest.raises(ValueError, match="as many positions, got 3 and 2"):
+        compare_maps(one, hand_made([[0, 1], [1, 0]], [1, 1]))
+    with pytest.raises(ValueError, match="no pair is masked in both"):
+        compare_maps(one, hand_made([[0.0] * 3] * 3, [1, 1, 1], [True, False, False]))
+
+
+def test_arcs_stand_for_the_dependent_pairs(tmp_path: Path) -> None:
+    found = hand_made([[0, 0.4, 0.1], [0.4, 0, 0.2], [0.1, 0.2, 0]], [1, 1, 1])
+    expected = torch.tensor([[False, True, False]] + [[False] * 3] * 2)
+    figure = draw_arcs(found, expected=expected, tau=0.15)
+    arcs = [patch for patch in figure.axes[0].patches if isinstance(patch, Arc)]
+    assert sorted(arc.center[0] for arc in arcs) == [0.5, 1.5]
+    assert len({arc.get_edgecolor() for arc in arcs}) == 2
+    figure.savefig(tmp_path / "arcs.svg")
+    assert "2 pairs of at least 0.15 nats" in figure.axes[0].get_title()
+
+
+def test_a_board_shows_its_givens_and_lines_between_dependent_cells(tmp_path: Path) -> None:
+    mi = torch.zeros(81, 81)
+    mi[0, 1] = mi[1, 0] = 0.5
+    mi[0, 80] = mi[80, 0] = 0.2
+    tokens = torch.zeros(81, dtype=torch.int64)
+    tokens[40] = 7
+    found = MIMap(mi, (tokens == 0).float(), tokens, tokens == 0, tuple(map(str, range(81))), "by hand")
+    figure = draw_board(found, tau=0.1)
+    axis = figure.axes[0]
+    assert [text.get_text() for text in axis.texts] == ["7"]
+    assert sum(isinstance(patch, FancyArrowPatch) for patch in axis.patches) == 2
+    figure.savefig(tmp_path / "board.png", dpi=40)
+    with pytest.raises(ValueError, match="must be the map of 81 cells, got 2"):
+        draw_board(hand_made([[0, 1], [1, 0]], [1, 1]))
+
+
+def test_a_comparison_shows_both_maps_and_how_far_they_agree() -> None:
+    one = hand_made([[0, 0.4, 0.1], [0.4, 0, 0.2], [0.1, 0.2, 0]], [1, 1, 1])
+    figure = draw_comparison(one, one, title="The same")
+    shown = figure.axes[0].images[0].get_array()
+    assert shown[0, 1] == shown[1, 0] == pytest.approx(0.4)
+    assert "r = 1.000, mean difference 0.0000 nats" in figure.axes[1].get_title()
+    figure.canvas.draw()

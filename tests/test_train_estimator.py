@@ -11,11 +11,12 @@ from torch import Tensor
 
 from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, train_estimator
 from mdmi_fast.estimator.data import examples, read_batch, split_states
-from mdmi_fast.estimator.network import Output, identity
+from mdmi_fast.estimator.network import Output
 from mdmi_fast.estimator.train import PairLoss, TrainingProgress, _order
 from mdmi_fast.labels import LabelSet, label_mi
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
+from mdmi_fast.models.identity import identity
 
 LENGTH = 5
 

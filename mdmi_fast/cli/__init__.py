@@ -16,8 +16,11 @@ from typing import TextIO
 from mdmi_fast import __version__
 from mdmi_fast.cli._errors import InputError, UsageError, one_line
 
-COMMANDS = ("demo", "sudoku", "label", "train", "evaluate", "decode", "tune", "map", "models", "bench", "info")
-"""In the order in which help lists them; each is a module of this package."""
+COMMANDS = (
+    *("demo", "sudoku", "models", "label", "train", "evaluate", "tune", "decode", "map"),
+    *("serve-metrics", "bench", "info"),
+)
+"""In the order in which help lists them; each is a module of this package, with _ for -."""
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 
@@ -75,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mdmi-fast {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
-        importlib.import_module(f"{__name__}.{name}").add(subparsers)
+        importlib.import_module(f"{__name__}.{name.replace('-', '_')}").add(subparsers)
     return parser
 
 

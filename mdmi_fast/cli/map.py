@@ -17,6 +17,7 @@ from mdmi_fast.cli._options import (
     find_estimator,
     kind_of,
     natural,
+    share,
 )
 
 if TYPE_CHECKING:
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
     from mdmi_fast.maps import MIMap
     from mdmi_fast.models import MaskedModel
 
-_NEEDS = {"npz": None, "graphml": "networkx", "png": "matplotlib"}
+_NEEDS = {
+    "npz": None,
+    "graphml": "networkx",
+    "dot": "networkx",
+    "json": "networkx",
+    "png": "matplotlib",
+    "svg": "matplotlib",
+    "html": None,
+}
+_USUAL = ("npz", "graphml", "png")
 _TASKS = {"sudoku": "sharing a row, column or box"}
 
 
@@ -33,9 +43,10 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "map",
         help="write the map of dependencies of one sequence",
-        description="Write the mutual information of one sequence's masked positions as arrays (PREFIX.npz), as a graph "
-        "of the dependent pairs (PREFIX.graphml) and as a picture (PREFIX.png), and print the largest pairs. For Sudoku "
-        "the picture marks dependencies that the rules do not explain and those that are missing.",
+        description="Write the mutual information of one sequence's masked positions as arrays (npz), as a graph of the "
+        "dependent pairs (graphml, dot, json), as a picture (png, svg) and as one page with hover and a slider (html), "
+        "and print the largest pairs. For Sudoku dependencies that the rules do not explain and those that are missing "
+        "are marked, and the area under the ROC curve says how well the pairs tell the rules.",
     )
     add_model(parser)
     parser.add_argument("--data", required=True, metavar="FILE", help=DATA_HELP)
@@ -48,7 +59,27 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--form", choices=FORM_NAMES, help="reading of the probes (default: joint)")
     parser.add_argument("--out", required=True, metavar="PREFIX", help="of the files")
     parser.add_argument(
-        "--formats", type=_formats, default=tuple(_NEEDS), metavar="F,F", help=f"of {','.join(_NEEDS)} (default: all)"
+        "--formats",
+        type=_formats,
+        default=_USUAL,
+        metavar="F,F",
+        help=f"of {','.join(_NEEDS)} (default: {','.join(_USUAL)})",
+    )
+    parser.add_argument(
+        "--picture",
+        choices=("heat", "arcs", "board"),
+        default="heat",
+        help="what png and svg show: the matrix, the sequence with arcs, or the Sudoku board (default: heat)",
+    )
+    parser.add_argument(
+        "--compare", type=Path, metavar="NPZ", help="another map of the same positions, to compare with and draw beside"
+    )
+    parser.add_argument(
+        "--rate",
+        type=share,
+        default=0.05,
+        metavar="Q",
+        help="false discovery rate of the pairs called surprising (default: 0.05)",
     )
     parser.add_argument("--top", type=natural, default=20, metavar="N", help="pairs to print (default: 20)")
     parser.add_argument(
@@ -61,6 +92,8 @@ def add(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.form and not options.probe:
         raise UsageError("--form belongs to --probe")
+    if options.picture == "board" and kind_of(options.model) != "sudoku":
+        raise UsageError("--picture board belongs to Sudoku models")
     for name in options.formats:
         _check_extra(name)
     from mdmi_fast.cli._sequences import read_sequences
@@ -71,11 +104,21 @@ def run(options: argparse.Namespace) -> int:
     if options.index >= len(sequences):
         raise InputError(f"{options.data}: holds {len(sequences)} sequences, there is none of index {options.index}")
     found = _map(options, model, sequences[options.index].tokens)
-    expected = _expected(options.model)
-    paths = _write(options, found, expected)
+    expected, other = _expected(options.model), _other(options.compare)
+    paths = _write(options, found, expected, other)
     _print_pairs(found, expected, options)
+    if other is not None:
+        _print_comparison(found, other, options)
     print(f"\n{', '.join(str(path) for path in paths)}")
     return 0
+
+
+def _other(path: Path | None) -> MIMap | None:
+    if path is None:
+        return None
+    from mdmi_fast.maps import MIMap
+
+    return MIMap.load(path)
 
 
 def _map(options: argparse.Namespace, model: MaskedModel, tokens: list[int]) -> MIMap:
@@ -104,38 +147,45 @@ def _expected(model: str) -> Tensor | None:
     return rule_matrix()
 
 
-def _write(options: argparse.Namespace, found: MIMap, expected: Tensor | None) -> list[Path]:
+def _write(options: argparse.Namespace, found: MIMap, expected: Tensor | None, other: MIMap | None) -> list[Path]:
     from mdmi_fast.files import replace_file
-    from mdmi_fast.maps import dependency_graph, draw_map
+    from mdmi_fast.maps import dependency_graph, write_graph, write_page
 
+    name = _TASKS.get(kind_of(options.model), "expected")
+    title = f"{options.model}, sequence {options.index} of {Path(options.data).name}"
     paths = []
-    for name in options.formats:
-        path = Path(f"{options.out}.{name}")
-        if name == "npz":
+    for kind in options.formats:
+        path = Path(f"{options.out}.{kind}")
+        if kind == "npz":
             found.save(path)
-        elif name == "graphml":
-            import networkx
-
-            with replace_file(path) as temporary:
-                networkx.write_graphml(dependency_graph(found, options.tau), temporary)
+        elif kind == "html":
+            write_page(found, path, expected=expected, expected_name=name, title=title)
+        elif _NEEDS[kind] == "networkx":
+            write_graph(dependency_graph(found, options.tau), path)
         else:
-            sudoku = expected is not None
-            figure = draw_map(
-                found,
-                expected=expected,
-                tau=options.tau,
-                expected_name=_TASKS.get(kind_of(options.model), "expected"),
-                title=f"{options.model}, sequence {options.index} of {Path(options.data).name}",
-                every=9 if sudoku else None,
-            )
+            figure = _draw(options, found, expected, other, name, title)
             with replace_file(path) as temporary:
                 figure.savefig(temporary, dpi=120)
         paths.append(path)
     return paths
 
 
+def _draw(
+    options: argparse.Namespace, found: MIMap, expected: Tensor | None, other: MIMap | None, name: str, title: str
+) -> Any:
+    from mdmi_fast.maps import draw_arcs, draw_board, draw_comparison, draw_map
+
+    if other is not None:
+        return draw_comparison(found, other, title=title)
+    if options.picture == "heat":
+        every = None if expected is None else 9
+        return draw_map(found, expected=expected, tau=options.tau, expected_name=name, title=title, every=every)
+    draw = draw_arcs if options.picture == "arcs" else draw_board
+    return draw(found, expected=expected, tau=options.tau)
+
+
 def _print_pairs(found: MIMap, expected: Tensor | None, options: argparse.Namespace) -> None:
-    from mdmi_fast.maps import compare_structure
+    from mdmi_fast.maps import compare_structure, find_surprises, roc_area
 
     name = _TASKS.get(kind_of(options.model), "")
     top = found.pairs(limit=options.top)
@@ -152,6 +202,26 @@ def _print_pairs(found: MIMap, expected: Tensor | None, options: argparse.Namesp
         report = compare_structure(found, expected, tau=options.tau)
         counts = {field: int(getattr(report, field).sum()) // 2 for field in report._fields}
         print("structure: " + ", ".join(f"{count} {field}" for field, count in counts.items()))
+        surprises = find_surprises(found, expected, rate=options.rate)
+        unexpected, missing = (int(which.sum()) // 2 for which in (surprises.unexpected, surprises.missing))
+        print(
+            f"surprises at a false discovery rate of {options.rate:g}: {unexpected} unexpected, {missing} missing\n"
+            f"area under the ROC curve of {name!r}: {roc_area(found, expected):.4f}"
+        )
+
+
+def _print_comparison(found: MIMap, other: MIMap, options: argparse.Namespace) -> None:
+    from mdmi_fast.maps import compare_maps
+
+    report = compare_maps(found, other, limit=options.top)
+    print(
+        f"\ncompared with {options.compare.name} ({other.source}): r = {report.correlation:.4f}, "
+        f"mean difference {report.mean_error:.4f} nats\n{'pair':<16}{'this':>9}{'other':>9}"
+    )
+    for first, second, difference in report.pairs:
+        here = max(float(found.mi[first, second]), float(found.mi[second, first]))
+        label = f"{found.labels[first]} {found.labels[second]}"
+        print(f"{label:<16}{here:9.4f}{here - difference:9.4f}")
 
 
 def _formats(text: str) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -41,9 +43,37 @@ def _mi_row(op: str, mi: Tensor, batch: int, masked: npt.NDArray[np.int64]) -> A
     return m
 
 
+def _band_row(op: str, band: Tensor, batch: int, masked: npt.NDArray[np.int64]) -> Array:
+    """The band of one batch row, without NaN between masked positions."""
+    values: Array = band[batch].cpu().numpy()
+    bad = np.isnan(values)
+    if bad.any():
+        window, n = values.shape[1] // 2, len(values)
+        is_masked = np.zeros(n + 2 * window, dtype=bool)
+        is_masked[masked + window] = True
+        bad &= is_masked[window : window + n, None] & np.lib.stride_tricks.sliding_window_view(
+            is_masked, 2 * window + 1
+        )
+        bad[:, window] = False
+        if bad.any():
+            i, k = (int(x) for x in np.unravel_index(bad.argmax(), bad.shape))
+            raise ValueError(
+                f"{op}: mi must not be NaN between masked positions, "
+                f"got NaN at batch {batch}, positions {i} and {i + k - window}"
+            )
+    return values
+
+
 def _budget_row(
-    h: Array, m: Array, gamma: float, lam: float, entropy_weight: float, order: str, limit: int | None
+    h: Array,
+    pay: Callable[[Array, int], None],
+    gamma: float,
+    lam: float,
+    entropy_weight: float,
+    order: str,
+    limit: int | None,
 ) -> tuple[list[int], float]:
+    """The chosen, as indices into h; pay(acc, i) adds the MI of every position with the chosen i to acc."""
     # a weight of 0 switches its term off, also where the term is inf
     own = entropy_weight * h if entropy_weight else np.zeros_like(h)
     acc = np.zeros_like(h)
@@ -66,7 +96,7 @@ def _budget_row(
         chosen.append(i)
         remaining -= float(cost[k])
         spent += float(cost[k])
-        acc += np.maximum(m[:, i], 0.0)
+        pay(acc, i)
         waiting = waiting[k + 1 :] if order == "entropy" else np.delete(waiting, k)
     return chosen, spent
 
@@ -119,7 +149,38 @@ def _budget(
     for batch, budget in enumerate(gamma.tolist()):
         masked = _masked(mask, batch, entropy.shape[1])
         h, m = _entropy_row(op, entropy, batch, masked), _mi_row(op, mi, batch, masked)
-        chosen, spent = _budget_row(h, m, budget, lam, entropy_weight, order, limit)
+
+        def pay(acc: Array, i: int, m: Array = m) -> None:
+            acc += np.maximum(m[:, i], 0.0)
+
+        chosen, spent = _budget_row(h, pay, budget, lam, entropy_weight, order, limit)
+        rows.append((masked[chosen], spent))
+    return _selection(rows, entropy)
+
+
+def select_budget_band(
+    entropy: Tensor,
+    band: Tensor,
+    gamma: Tensor,
+    lam: float,
+    entropy_weight: float,
+    order: str,
+    mask: Tensor | None,
+    limit: int | None,
+) -> tuple[Tensor, Tensor]:
+    window = band.shape[2] // 2
+    rows = []
+    for batch, budget in enumerate(gamma.tolist()):
+        masked = _masked(mask, batch, entropy.shape[1])
+        h = _entropy_row("select_budget_band", entropy, batch, masked)
+        values = _band_row("select_budget_band", band, batch, masked)
+
+        def pay(acc: Array, i: int, values: Array = values, masked: npt.NDArray[np.int64] = masked) -> None:
+            first, last = np.searchsorted(masked, [masked[i] - window, masked[i] + window + 1])
+            near = masked[first:last]
+            acc[first:last] += np.maximum(values[near, window + masked[i] - near], 0.0)
+
+        chosen, spent = _budget_row(h, pay, budget, lam, entropy_weight, order, limit)
         rows.append((masked[chosen], spent))
     return _selection(rows, entropy)
 

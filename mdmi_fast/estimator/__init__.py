@@ -3,6 +3,7 @@
 from mdmi_fast.estimator.evaluate import Evaluation, PairReport, evaluate_estimator, evaluate_splits
 from mdmi_fast.estimator.network import Head, PairScorer, PairwiseMIEstimator, load_estimator
 from mdmi_fast.estimator.train import TrainingProgress, train_estimator
+from mdmi_fast.estimator.window import Windowed
 
 __all__ = [
     "Evaluation",
@@ -11,6 +12,7 @@ __all__ = [
     "PairScorer",
     "PairwiseMIEstimator",
     "TrainingProgress",
+    "Windowed",
     "evaluate_estimator",
     "evaluate_splits",
     "load_estimator",

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from mdmi_fast import ops
 from mdmi_fast.files import replace_file
 from mdmi_fast.labels import masked_pairs
-from mdmi_fast.labels.store import describe_model, layer_of
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.identity import identity
 from mdmi_fast.models.loading import resolve
 
 Combine = Literal["concat", "product", "interaction"]
@@ -154,6 +154,37 @@ class PairScorer(nn.Module):
         least = torch.minimum(marginals.entropy.unsqueeze(-1), marginals.entropy.unsqueeze(-2))
         # Not a product with the mask: an unmasked position may have any entropy, NaN included.
         return (least * scores.sigmoid()).masked_fill(~masked_pairs(mask), 0.0)
+
+    def band(self, hidden: Tensor, mask: Tensor, window: int) -> Tensor:
+        """Predicted mutual information of the masked pairs at most `window` apart.
+
+        Args:
+            hidden: [B, N, D], as for `forward`.
+            mask: [B, N] bool, True = masked.
+            window: the farthest distance, at least 0.
+
+        Returns:
+            [B, N, 2 * window + 1] float32, nats; entry (i, window + d) is that of the pair (i, i + d).
+
+        Raises:
+            ValueError: as `forward`, or if the estimator reads the marginals, which a band does not.
+        """
+        if self.needs_stats:
+            raise ValueError(f"{type(self).__name__}: reads the marginals too (marginals or a bounded output): no band")
+        u, v = self._checked_halves(hidden, None)
+        head, prepared = self._current_head()
+        return ops.pairwise_mlp_band(
+            u,
+            v,
+            head.weights,
+            head.biases,
+            head.w_out,
+            head.b_out,
+            window,
+            mask=mask,
+            prepared=prepared,
+            **self._options(),
+        )
 
     def score_and_select(
         self,
@@ -351,11 +382,6 @@ class PairScorer(nn.Module):
             raise ValueError(f"{folder}: weights and configuration do not make an estimator: {error}") from error
         estimator.trained_on, estimator.provenance = config.get("trained_on"), config.get("provenance", {})
         return estimator.eval()
-
-
-def identity(model: MaskedModel) -> dict[str, Any]:
-    """What an estimator's model is told by: its class, plain attributes, a hash of its weights, and the layers of the state."""
-    return {**describe_model(model), "layer": layer_of(model)}
 
 
 def read_configuration(folder: Path) -> dict[str, Any]:

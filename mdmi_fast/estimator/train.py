@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from mdmi_fast.estimator.data import Example, Labels, examples, read_batch, split_states
 from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
-from mdmi_fast.estimator.network import E, PairScorer, identity
+from mdmi_fast.estimator.network import E, PairScorer
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.identity import identity
 
 Transform = Literal["root", "none", "log"]
 

@@ -29,6 +29,7 @@ from mdmi_fast.labels.masking import Masking
 from mdmi_fast.labels.plan import FORMS, Directions, Form
 from mdmi_fast.labels.probe import Probe, probe_mi
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.identity import describe_model, layer_of, tensors_of
 
 INDEX_FILE = "labels.json"
 
@@ -169,7 +170,7 @@ def write_labels(
     }
     _open(folder, settings)
     forward = Forward(model, batch_tokens, precision)
-    device = next((x.device for x in _tensors(model).values()), torch.device("cpu"))
+    device = next((x.device for x in tensors_of(model).values()), torch.device("cpu"))
 
     def label(batch: Tensor, numbers: Sequence[int]) -> list[LabelledState]:
         batch = (batch.pin_memory() if device.type == "cuda" else batch).to(device, non_blocking=True)
@@ -299,33 +300,6 @@ def read_labels(
         entropy[row, state.positions] = state.entropy
     mi = torch.stack([state.dense(form) for state in states])
     return LabelSet(tokens, tokens == mask_token_id, mi, entropy)
-
-
-def describe_model(model: MaskedModel) -> dict[str, Any]:
-    """What tells one model from another: its class, its plain attributes, and a hash of all its weights."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(_tensors(model).items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    plain = {name: value for name, value in vars(model).items() if type(value) in (int, float, str) and name[0] != "_"}
-    return {"class": type(model).__qualname__, **dict(sorted(plain.items())), "weights": digest.hexdigest()}
-
-
-def layer_of(model: MaskedModel) -> Any:
-    """The layers of the hidden state, for models that offer a choice; None for others."""
-    layers = getattr(model, "layers", None)
-    return list(layers) if isinstance(layers, (tuple, list)) else layers
-
-
-def _tensors(model: Any) -> dict[str, Tensor]:
-    """The tensors that a model answers with: a module's parameters and buffers, or the attributes of another object."""
-    if isinstance(model, torch.nn.Module):
-        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    found = {name: value for name, value in vars(model).items() if isinstance(value, Tensor)}
-    for name, value in vars(model).items():
-        if isinstance(value, torch.nn.Module):
-            found.update({f"{name}.{inner}": tensor for inner, tensor in _tensors(value).items()})
-    return found
 
 
 def _seed(seed: int, index: int) -> int:

@@ -20,6 +20,7 @@ from mdmi_fast.ops.pairwise import (
     prepare_pairwise,
 )
 from mdmi_fast.ops.select import Selection, color, score_and_select, select_budget, select_threshold
+from mdmi_fast.ops.select_band import select_budget_band
 from mdmi_fast.ops.stats import TokenStats, entropy, linear_token_stats, token_stats
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "prepare_pairwise",
     "score_and_select",
     "select_budget",
+    "select_budget_band",
     "select_threshold",
     "set_num_threads",
     "token_stats",

@@ -28,7 +28,7 @@ OPS = {
     "kl": ("kl_divergence", "expected_entropy", "expected_kl", "mixture_entropy", "mixture_stats"),
     "mlp": ("mlp",),
     "pairwise": ("pairwise_mlp", "pairwise_mlp_rows", "pairwise_mlp_band"),
-    "select": ("select_budget", "select_threshold", "color", "score_and_select"),
+    "select": ("select_budget", "select_budget_band", "select_threshold", "color", "score_and_select"),
 }
 """The public ops by stem."""
 

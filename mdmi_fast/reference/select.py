@@ -101,6 +101,25 @@ def select_budget(
     return _selection(rows, entropy)
 
 
+def select_budget_band(
+    entropy: Tensor,
+    band: Tensor,
+    gamma: Tensor,
+    lam: float = 1.0,
+    entropy_weight: float = 1.0,
+    order: str = "entropy",
+    mask: Tensor | None = None,
+    limit: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`select_budget` of the matrix that is 0 outside the band; band[b, i, window + d] is its entry (i, i + d)."""
+    n, window = band.shape[1], band.shape[2] // 2
+    mi = band.new_zeros(len(band), n, n)
+    for i in range(n):
+        for j in range(max(0, i - window), min(n, i + window + 1)):
+            mi[:, i, j] = band[:, i, window + j - i]
+    return select_budget(entropy, mi, gamma, lam, entropy_weight, order, mask, limit)
+
+
 def _threshold_row(
     masked: list[int], h: list[float], m: Matrix, tau: float, limit: int | None
 ) -> tuple[list[int], float]:

@@ -1,0 +1,1 @@
+"""A small service around `decode`: dynamic batches, deadlines, backpressure, workers that may die."""

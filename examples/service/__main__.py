@@ -1,0 +1,4 @@
+from examples.service.server import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Which model something was made from: labels and estimators of one model mean nothing to another."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def describe_model(model: object) -> dict[str, Any]:
+    """What tells one model from another: its class, its plain attributes, and a hash of all its weights.
+
+    Args:
+        model: a torch module, or an object that holds tensors and modules as attributes.
+
+    Returns:
+        As JSON can hold it.
+
+    Example:
+        >>> import torch
+        >>> from mdmi_fast.models.exact import JointTable
+        >>> coins, loaded = torch.ones(2, 2), torch.tensor([[0.9, 0.1], [0.1, 0.9]])
+        >>> describe_model(JointTable(coins)) == describe_model(JointTable(coins))
+        True
+        >>> describe_model(JointTable(coins)) == describe_model(JointTable(loaded))
+        False
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors_of(model).items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    plain = {name: value for name, value in vars(model).items() if type(value) in (int, float, str) and name[0] != "_"}
+    return {"class": type(model).__qualname__, **dict(sorted(plain.items())), "weights": digest.hexdigest()}
+
+
+def layer_of(model: object) -> Any:
+    """The layers of the hidden state, for models that offer a choice; None for others."""
+    layers = getattr(model, "layers", None)
+    return list(layers) if isinstance(layers, (tuple, list)) else layers
+
+
+def identity(model: object) -> dict[str, Any]:
+    """What an estimator's model is told by: `describe_model`, and the layers of the state."""
+    return {**describe_model(model), "layer": layer_of(model)}
+
+
+def tensors_of(model: object) -> dict[str, Tensor]:
+    """The tensors that a model answers with: a module's parameters and buffers, or the attributes of another object."""
+    if isinstance(model, torch.nn.Module):
+        return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    found = {name: value for name, value in vars(model).items() if isinstance(value, Tensor)}
+    for name, value in vars(model).items():
+        if isinstance(value, torch.nn.Module):
+            found.update({f"{name}.{inner}": tensor for inner, tensor in tensors_of(value).items()})
+    return found

@@ -1,0 +1,253 @@
+"""The guard finds harm, does not cry wolf, and survives a restart."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mdmi_fast import EntropyBound, MIBudget, PairwiseMIEstimator, Probing, Sequential, TopK, decode
+from mdmi_fast.decode.audit import AuditBlock, audit_position
+from mdmi_fast.decode.evidence import Evidence
+from mdmi_fast.decode.guard import Guard, Thresholds, pseudo_likelihood
+from mdmi_fast.decode.policies import Step
+from mdmi_fast.models.exact import JointTable
+
+SOON = Thresholds(
+    stages=(0.2, 0.5, 0.9), interval=100, step_interval=20, quality_off=0.1, quality_alert=0.05, cooldown=200
+)
+
+
+def dependent_model() -> JointTable:
+    return JointTable(torch.rand(3, 3, 3, 3, generator=torch.Generator().manual_seed(0)) ** 8)
+
+
+def serve(guard: Guard, count: int, *, policy: float, control: float, first: int = 0, seconds: float = 1.0) -> int:
+    """Sequences of the given mean qualities on either side, until `count` or the guard changes; how many there were."""
+    luck = np.random.default_rng(first)
+    before = (guard.share, guard.state.scale)
+    for seed in range(first, first + count):
+        ours = guard._arm(seed)
+        good = float(luck.random() < (policy if ours else control))
+        guard.finish(torch.tensor([seed]), quality=[good], seconds=[seconds if ours else 1.0], passes=[3])
+        if (guard.share, guard.state.scale) != before:
+            return seed - first + 1
+    return count
+
+
+@pytest.mark.parametrize("upper", [1.0, 0.2])
+def test_false_alarms_are_rarer_than_promised_and_shifts_are_found(upper: float) -> None:
+    luck, interval, count = np.random.default_rng(0), 200, 100_000
+    evidence = Evidence(upper=upper, interval=interval)
+    # The hardest case: a mean of exactly 0, from observations as far apart as they may be.
+    alarms = sum(evidence.add(float(x)) for x in upper * luck.choice([-1.0, 1.0], count))
+    assert 0 < alarms <= count / interval
+    evidence.reset()
+    delays = []
+    for _ in range(100):
+        delay = next(n for n in range(1, 1000) if evidence.add(float(upper * luck.choice([-1.0, 1.0], p=[0.7, 0.3]))))
+        delays.append(delay)
+    assert np.median(delays) < 100
+
+
+def test_observations_out_of_bounds_are_refused() -> None:
+    evidence = Evidence(upper=0.5, interval=100)
+    for x in (0.6, math.nan):
+        with pytest.raises(ValueError, match=r"x must be at most 0\.5"):
+            evidence.add(x)
+    for wrong in ({"upper": 0.0, "interval": 10}, {"upper": 1.0, "interval": 1}):
+        with pytest.raises(ValueError, match="must be above"):
+            Evidence(**wrong)
+
+
+def test_every_sequence_is_decoded_by_one_side_alone_whatever_the_batch() -> None:
+    model, policy = dependent_model(), TopK(2)
+    seeds, states = torch.arange(64), torch.full((64, 4), 3)
+    guard = Guard(policy, thresholds=Thresholds(stages=(0.5,)))
+    mixed = decode(model, states, guard, seeds=seeds, temperature=1.0)
+    ours = decode(model, states, policy, seeds=seeds, temperature=1.0)
+    theirs = decode(model, states, Sequential(), seeds=seeds, temperature=1.0)
+    watched = mixed.passes == 2
+    assert 20 < int(watched.sum()) < 44
+    assert torch.equal(mixed.tokens, torch.where(watched.unsqueeze(-1), ours.tokens, theirs.tokens))
+    alone = decode(
+        model, states[5:9], Guard(policy, thresholds=Thresholds(stages=(0.5,))), seeds=seeds[5:9], temperature=1.0
+    )
+    assert torch.equal(alone.tokens, mixed.tokens[5:9])
+
+
+def test_the_canary_climbs_on_evidence_of_equal_quality() -> None:
+    guard = Guard(TopK(2), thresholds=SOON)
+    shares, first = [guard.share], 0
+    while guard.share < 0.9:
+        first += serve(guard, 20_000, policy=0.9, control=0.9, first=first)
+        shares.append(guard.share)
+        assert first < 20_000
+    assert shares == [0.2, 0.5, 0.9]
+    assert not guard.state.alarms
+
+
+def test_worse_quality_is_taken_back_and_tried_again_later() -> None:
+    guard = Guard(TopK(2), thresholds=SOON)
+    guard.state.stage = 2
+    with_harm = serve(guard, 5_000, policy=0.6, control=0.9)
+    assert with_harm < 1_500
+    assert (guard.share, guard.state.reason) == (0.0, "quality_off")
+    assert serve(guard, 1_000, policy=0.6, control=0.9, first=10_000) == 200  # the cooldown
+    assert guard.share == 0.2
+    serve(guard, 5_000, policy=0.3, control=0.9, first=20_000)
+    assert guard.share == 0.0
+    assert serve(guard, 1_000, policy=0.6, control=0.9, first=40_000) == 400  # twice the cooldown
+
+
+def test_a_small_loss_tightens_the_limit_and_a_quiet_time_relaxes_it() -> None:
+    limits = Thresholds(stages=(0.5,), interval=50, quality_off=0.9, quality_alert=0.05, cooldown=300)
+    guard = Guard(EntropyBound(0.4), thresholds=limits)
+    serve(guard, 5_000, policy=0.7, control=0.95)
+    assert (guard.state.scale, guard._tightened) == (0.5, EntropyBound(0.2))
+    assert serve(guard, 5_000, policy=0.95, control=0.95, first=10_000) == 300
+    assert guard._tightened == EntropyBound(0.4)
+    for turn in range(4):
+        serve(guard, 250, policy=0.3, control=0.95, first=(turn + 2) * 10_000)
+    assert guard.state.scale == 0.125  # not below
+    assert guard.share == 0.5
+
+
+def test_slower_than_sequential_is_an_alarm_and_nothing_else() -> None:
+    guard = Guard(TopK(2), thresholds=Thresholds(stages=(0.5,), interval=50))
+    serve(guard, 600, policy=0.9, control=0.9, seconds=3.0)
+    assert guard.state.alarms.get("latency_alert", 0) > 0
+    assert guard.share == 0.5
+
+
+def test_an_estimator_that_fails_is_said_once_and_the_answer_is_the_sequential_one(tmp_path: Path) -> None:
+    def broken(hidden: Tensor, mask: Tensor) -> Tensor:
+        return torch.full((*mask.shape, mask.shape[1]), math.nan)
+
+    model, seeds, states = dependent_model(), torch.arange(32), torch.full((32, 4), 3)
+    guard = Guard(
+        MIBudget(broken, 0.3, entropy_weight=0.0),
+        thresholds=Thresholds(stages=(0.9,)),
+        audit_share=0.0,
+        state=tmp_path / "g",
+        watched="b",
+    )
+    with pytest.warns(UserWarning, match="failed, decoding sequentially: select_budget: mi must not be NaN") as said:
+        result = decode(model, states, guard, seeds=seeds)
+    assert len(said) == 1
+    plain = decode(model, states, Sequential(), seeds=seeds)
+    assert torch.equal(result.tokens, plain.tokens)
+    assert json.loads((tmp_path / "g").read_text())["reason"] == "error"
+    guard.finish(seeds, quality=[1.0] * 32)
+    assert guard.state.policy.sequences == 0  # a sequence that both sides had a part in tells of neither
+
+
+def test_an_audit_gives_the_exact_mutual_information_of_a_consistent_model() -> None:
+    model = dependent_model()
+    states = torch.tensor([[3, 3, 0, 3]])
+    mask = states == 3
+    predicted, probed = audit_position(
+        lambda hidden, mask: torch.ones(1, 4, 4), model(states).hidden, mask, Step(0, model=model, tokens=states), 0, 1
+    )
+    exact = model.mutual_information(states[0])[1, [0, 3]].float()
+    torch.testing.assert_close(probed, exact, atol=1e-6, rtol=0)
+    assert predicted.tolist() == [1.0, 1.0]
+
+
+def test_a_block_says_what_closed_forms_say() -> None:
+    block = AuditBlock()
+    block.add(torch.tensor([0.0, 0.02, 0.3, 0.9]), torch.tensor([0.0, 0.08, 0.4, 1.2]))
+    x, y = np.array([[0.0, 0.02, 0.3, 0.9], [0.0, 0.08, 0.4, 1.2]])
+    assert block.correlation() == pytest.approx(np.corrcoef(x, y)[0, 1], abs=1e-7)
+    assert block.false_independence(0.05) == 0.5
+    assert block.calibration() == pytest.approx([0.03, 0.1, math.nan, 0.3], abs=1e-6, nan_ok=True)
+    flat = AuditBlock()
+    flat.add(torch.ones(3), torch.rand(3))
+    assert flat.correlation() is None
+    assert flat.false_independence(0.5) is None
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_low_correlation_falls_back_and_high_correlation_does_not(good: bool) -> None:
+    model, states = dependent_model(), torch.full((8, 4), 3)
+
+    def noise(hidden: Tensor, mask: Tensor) -> Tensor:
+        return torch.rand(*mask.shape, mask.shape[1])
+
+    limits = Thresholds(stages=(0.5,), interval=100, audited_positions=5)
+    guard = Guard(MIBudget(Probing() if good else noise, 0.3), thresholds=limits, audit_share=1.0)
+    for turn in range(40):
+        decode(model, states, guard, seeds=torch.arange(turn * 8, turn * 8 + 8), temperature=1.0)
+    assert guard.state.audits > 50
+    if good:
+        assert guard.state.correlation > 0.999
+        assert guard.share == 0.5
+    else:
+        assert guard.state.correlation < 0.75
+        assert (guard.share, guard.state.reason) == (0.0, "correlation_off")
+
+
+def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "guard.json"
+    straight = Guard(EntropyBound(0.4), thresholds=SOON)
+    stopped = Guard(EntropyBound(0.4), thresholds=SOON, state=path)
+    for seed in range(2_000):
+        if seed % 500 == 499:
+            # In flight and half-observed sequences are lost with the process, as they would be.
+            straight._arms.clear()
+            straight._waiting = {True: [], False: []}
+            stopped = Guard(EntropyBound(0.4), thresholds=SOON, state=path)
+        for guard in (straight, stopped):
+            guard._arm(seed)
+            guard.finish(torch.tensor([seed]), quality=[float(seed % 7 > 0)])
+    assert straight.share > 0.2
+    assert (stopped.share, stopped.state.policy) == (straight.share, straight.state.policy)
+    assert [e.capital for e in stopped._evidence.values()] == [e.capital for e in straight._evidence.values()]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["guard.json"]
+
+
+def test_other_weights_start_with_the_first_stage(tmp_path: Path) -> None:
+    path = tmp_path / "guard.json"
+    estimator = PairwiseMIEstimator(4, layers=(8,))
+    guard = Guard(MIBudget(estimator, 0.1), state=path)
+    guard.state.stage = 2
+    guard.save()
+    assert Guard(MIBudget(estimator, 0.1), state=path).share == 0.98
+    with torch.no_grad():
+        estimator.last.bias += 1
+    assert Guard(MIBudget(estimator, 0.1), state=path).share == 0.05
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"share": 1}', "{"])
+def test_a_file_that_is_no_state_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "guard.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"guard\.json: not the state of a guard"):
+        Guard(TopK(2), state=path)
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="audit_share must be from 0 to 1, got 2"):
+        Guard(TopK(2), audit_share=2)
+    with pytest.raises(ValueError, match="stages must be shares between 0 and 1"):
+        Thresholds(stages=(1.5,))
+    guard = Guard(TopK(2))
+    with pytest.raises(ValueError, match="step must be a Step with seeds, got a bare number"):
+        guard.select(None, None, torch.ones(1, 2, dtype=torch.bool), 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="quality must be from 0 to 1, got 7"):
+        guard.finish(torch.tensor([1]), quality=[7])
+
+
+def test_pseudo_likelihood_of_what_the_model_knows_for_sure_and_not_at_all() -> None:
+    agree = JointTable(torch.tensor([[0.5, 0.0], [0.0, 0.5]]))
+    coins = JointTable(torch.full((2, 2), 0.25))
+    tokens, decoded = torch.tensor([[0, 0], [1, 1]]), torch.tensor([[True, True], [False, False]])
+    for model, expected in [(agree, [1.0, 1.0]), (coins, [0.5, 1.0])]:
+        found = pseudo_likelihood(model, tokens, decoded, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    assert float(pseudo_likelihood(agree, torch.tensor([[0, 1]]), torch.tensor([[True, True]]))[0]) == 0.0
