@@ -308,7 +308,7 @@ class CachedMI:
         >>> from mdmi_fast import MIBudget, Probing, decode
         >>> from mdmi_fast.models.exact import JointTable
         >>> model, cache = JointTable(torch.tensor([[0.6, 0.0], [0.0, 0.4]])), Cache(MemoryStore())
-        >>> policy = MIBudget(CachedMI(Probing(), model, cache), gamma=0.1)
+        >>> policy = MIBudget(CachedMI(Probing(), model, cache), gamma=0.1, entropy_weight=0.0)
         >>> for _ in range(2):
         ...     result = decode(model, torch.tensor([[2, 2]]), policy)
         >>> cache.counts["memory"].hits > 0
