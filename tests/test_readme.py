@@ -16,7 +16,8 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_example_runs(block: str) -> None:
+def test_example_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec(compile(block, "README.md", "exec"), names)
     if "step" in names:

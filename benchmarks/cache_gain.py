@@ -1,4 +1,4 @@
-"""When a cache helps: time per sequence of a look-up against computing again; python benchmarks/bench_cache.py.
+"""When a cache helps: time per sequence of a look-up against computing again; python benchmarks/cache_gain.py.
 
 States are what the Sudoku model meets while it decodes. Computing is one selection within a budget, with mutual
 information from the shipped estimator or probed from the model. Redis runs beside it, on a local socket.

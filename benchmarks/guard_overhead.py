@@ -1,4 +1,4 @@
-"""What watching costs a decoding pass: python benchmarks/bench_guard.py.
+"""What watching costs a decoding pass: python benchmarks/guard_overhead.py.
 
 Puzzles decoded within a budget of mutual information, plain and watched, the ways taken in turn. All sequences go to
 the watched policy, so that the passes are the same: what a sequential control costs is its share of passes, not this.
