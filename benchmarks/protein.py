@@ -45,7 +45,8 @@ def rows(mi: PairScorer | None) -> dict[str, Policy]:
     found |= {f"MI budget {g:g}": MIBudget(mi, g) for g in (4, 8, 16, 32)}
     for gamma in (0.01, 0.03, 0.1, 0.3, 1, 3, 10):
         found[f"MI budget {gamma:g}, no entropy"] = MIBudget(mi, gamma, entropy_weight=0.0)
-    found["shuffled MI budget 1, no entropy"] = MIBudget(Shuffled(mi), 1, entropy_weight=0.0)
+    for gamma in (0.1, 0.3, 1):
+        found[f"shuffled MI budget {gamma:g}, no entropy"] = MIBudget(Shuffled(mi), gamma, entropy_weight=0.0)
     return found
 
 
