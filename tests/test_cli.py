@@ -53,22 +53,6 @@ def _threads_as_before() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process: (exit code, output, what it said on standard error)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
-
-
-@pytest.fixture
 def easy(tmp_path: Path) -> Path:
     path = tmp_path / "easy.txt"
     path.write_text("\n".join(EASY) + "\n")

@@ -33,22 +33,10 @@ class FourTokens:
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    def load(name: str) -> Any:
-        return FourTokens()
-
-    monkeypatch.setattr("mdmi_fast.models.load_model", load)
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as exit_:
-            code = int(exit_.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
-
-    return call
+def run(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command with that model, whatever --model says."""
+    monkeypatch.setattr("mdmi_fast.models.load_model", lambda name: FourTokens())
+    return run
 
 
 def lines_of(*records: Any) -> str:
