@@ -82,8 +82,10 @@ class Probe(NamedTuple):
         one_way = self.directed[form]
         other_way = one_way.transpose(-1, -2)
         twice = self.known.unsqueeze(-1) & self.known.unsqueeze(-2) & masked_pairs(self.mask)
-        # 1/2 where both ends tell, 1 where only this one does.
-        share = (1 - 0.5 * twice.float()) * self.known.unsqueeze(-1) * masked_pairs(self.mask)
+        # 1/2 where both ends tell, 1 where only this one does. Pairs that were not asked for may have two ends left out:
+        # their label of 0 is as far from full probing as both directions together.
+        counts = self.known.unsqueeze(-1) | ~self.known.unsqueeze(-2)
+        share = counts * (1 - 0.5 * counts.transpose(-1, -2).float()) * masked_pairs(self.mask)
         mi = _times(share, one_way)
         bound = _times(share, self.error[form])
         spread = _times(share, self.standard_error[form])
