@@ -16,6 +16,7 @@ from mdmi_fast.decode.arrays import as_tensor
 from mdmi_fast.decode.randomness import places, uniform
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import Selection, TokenStats
+from mdmi_fast.ops import _checks as check
 
 
 class Memory(dict[Hashable, tuple[Tensor, ...]]):
@@ -276,8 +277,11 @@ def at_least(owner: str, name: str, value: float, low: float) -> float:
     """The value, if it is a number not below `low` (infinity allowed).
 
     Raises:
-        ValueError: naming the policy and the argument.
+        TypeError: for what is no number, naming the policy and the argument like the rest.
+        ValueError: for NaN, or less.
     """
+    if not isinstance(value, int | float):
+        raise TypeError(f"{owner}: {name} must be a number, got {check.describe(value)}")
     if not value >= low:
         raise ValueError(f"{owner}: {name} must be at least {low}, got {value}")
     return value
