@@ -395,6 +395,8 @@ def test_limits_may_be_given_one_a_sequence(numbers: Pass) -> None:
         # Where sequences are numbered, theirs counts.
         turned, _ = numbers.select(make(limits.flip(0)), Step(0, sequences=torch.arange(ROWS).flip(0)))
         assert turned == selected
+        with pytest.raises(ValueError, match=f"a number for each of {ROWS} sequences, got 1"):
+            numbers.select(make(limits[:1]))
 
 
 # --- rules that look at more than one pass

@@ -201,10 +201,16 @@ def checked_limit(owner: str, name: str, limit: Limit) -> None:
 
 
 def limit_of(limit: Limit, mask: Tensor, step: int) -> float | Tensor:
-    """The number of a pass: one for all sequences, or [B] float64."""
+    """The number of a pass: one for all sequences, or [B] float64.
+
+    Raises:
+        ValueError: if there are numbers for fewer sequences than there are.
+    """
     if isinstance(limit, Schedule):
         return limit.at(mask, step)
     if isinstance(limit, Tensor):
+        if len(limit) < len(mask):
+            raise ValueError(f"policy: a limit must hold a number for each of {len(mask)} sequences, got {len(limit)}")
         sequences = getattr(step, "sequences", None)
         return (limit if sequences is None else limit[sequences.to(limit.device)]).to(mask.device, torch.float64)
     return limit
