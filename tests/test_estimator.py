@@ -181,6 +181,25 @@ def test_outputs_are_functions_of_the_same_network(combine: Combine) -> None:
     assert (bounded <= least)[pairs].all()
 
 
+@pytest.mark.parametrize("combine", COMBINES)
+def test_bounded_outputs_are_symmetric_and_do_not_depend_on_the_batch(combine: Combine) -> None:
+    estimator, (hidden, mask) = make(combine, output="bounded"), batch(8, 11)
+    stats = stats_of(torch.rand(mask.shape))
+    mi = predict(estimator, hidden, mask, stats)
+    assert mi.equal(mi.mT)
+    for row in range(8):
+        own = slice(row, row + 1)
+        alone = predict(estimator, hidden[own], mask[own], TokenStats(*(field[own] for field in stats)))
+        assert alone.equal(mi[own])
+
+
+def test_a_bounded_output_far_below_zero_has_a_gradient() -> None:
+    estimator, (hidden, mask) = make("concat", output="bounded"), batch()
+    torch.nn.init.constant_(estimator.last.bias, -1000.0)
+    estimator(hidden, mask, stats_of(torch.rand(mask.shape))).sum().backward()
+    assert all(bool(parameter.grad.isfinite().all()) for parameter in estimator.parameters())  # type: ignore[union-attr]
+
+
 def test_what_is_unmasked_may_have_any_entropy() -> None:
     hidden, mask = batch()
     entropy = torch.rand(mask.shape).masked_fill(~mask, torch.nan)

@@ -101,6 +101,13 @@ def test_fewer_than_two_pairs_are_refused(states: int) -> None:
         report_of(torch.zeros(states, 4, 4), torch.zeros(states, 4, 4), mask)
 
 
+def test_labels_that_are_not_finite_are_refused() -> None:
+    mi = symmetric(2, 4, 4)
+    mi[1, 0, 1] = mi[1, 1, 0] = math.inf
+    with pytest.raises(ValueError, match="labels must be finite, got 1 that are not"):
+        report_of(torch.zeros_like(mi), mi)
+
+
 def test_a_report_by_threshold_mask_share_and_partner_agrees_with_numpy() -> None:
     mi = symmetric(9, 6, 6).square() / 8
     predicted = ((mi + 0.1 * symmetric(9, 6, 6)) * 10).round() / 10  # with ties
@@ -155,6 +162,13 @@ def reported(**fields: Any) -> Any:
         (
             {"pearson": 0.9, "false_independence": 0.06, "safe_tau": math.nan},
             "retrain: Pearson r = 0.900, but more than 5% false independence at every threshold",
+        ),
+        (
+            {"pearson": 0.9, "false_independence": math.nan, "safe_tau": 0.1},
+            (
+                "usable: Pearson r = 0.900; as a budget, and as a threshold from 0.1 nats "
+                "(no pair is predicted independent at 0.01)"
+            ),
         ),
         ({"pearson": 0.74}, "retrain: Pearson r = 0.740, below 0.75"),
         ({"pearson": math.nan}, "retrain: Pearson r = nan, below 0.75"),

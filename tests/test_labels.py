@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mdmi_fast import label_mi
 from mdmi_fast.labels import FORMS, Form, masked_pairs, probe_mi
+from mdmi_fast.labels.plan import Directions
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable, MarkovChain, PottsModel, xor_triple
 from mdmi_fast.tasks.sudoku.model import SudokuModel, load_model
@@ -298,10 +299,11 @@ def test_only_pairs_that_were_chosen_are_labelled_and_the_bound_holds_for_the_ot
     for form in FORMS:
         full = label_mi(model, tokens, form=form)
         for wanted, options in ((chosen[0], {"pairs": chosen}), (near, {"window": 1})):
-            part = label_mi(model, tokens, form=form, **options)
-            torch.testing.assert_close(part.mi[0][wanted], full.mi[0][wanted])
-            assert not part.mi[0][~wanted].any()
-            assert ((part.mi - full.mi).abs() <= part.bound + 1e-6).all()
+            for directions in get_args(Directions):
+                part = label_mi(model, tokens, form=form, directions=directions, **options)
+                torch.testing.assert_close(part.mi[0][wanted], full.mi[0][wanted])
+                assert not part.mi[0][~wanted].any()
+                assert ((part.mi - full.mi).abs() <= part.bound + 1e-6).all()
     assert label_mi(model, tokens, pairs=chosen).passes == 1 + 2 * 3
     assert label_mi(model, tokens[0], pairs=chosen[0]).passes == 1 + 2 * 3
 

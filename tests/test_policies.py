@@ -315,6 +315,12 @@ def test_negative_and_undefined_settings_are_refused(make: Any, value: float) ->
     [
         (lambda: TopK(0), ValueError, "TopK: k must be at least 1, got 0"),
         (lambda: TopK(1.5), TypeError, "TopK: k must be an int"),
+        (lambda: EntropyBound("0.1"), TypeError, "EntropyBound: gamma must be a number, got '0.1'"),
+        (
+            lambda: Coloring(Given(torch.zeros(0)), torch.ones(2)),
+            TypeError,
+            "Coloring: tau must be a number, got shape",
+        ),
         (lambda: Random(-1), ValueError, "Random: k must be at least 1, got -1"),
         (lambda: MIBudget(Given(torch.zeros(0)), 1.0, limit=0), ValueError, "limit must be at least 1"),
         (lambda: MIBudget(Given(torch.zeros(0)), 1.0, lam=math.inf), ValueError, "lam must be finite"),
@@ -389,6 +395,8 @@ def test_limits_may_be_given_one_a_sequence(numbers: Pass) -> None:
         # Where sequences are numbered, theirs counts.
         turned, _ = numbers.select(make(limits.flip(0)), Step(0, sequences=torch.arange(ROWS).flip(0)))
         assert turned == selected
+        with pytest.raises(ValueError, match=f"a number for each of {ROWS} sequences, got 1"):
+            numbers.select(make(limits[:1]))
 
 
 # --- rules that look at more than one pass

@@ -219,7 +219,8 @@ def test_a_loss_ignores_what_is_not_a_pair() -> None:
     [
         ({"epochs": 0}, "epochs and batch_size must be at least 1"),
         ({"batch_size": 0}, "epochs and batch_size must be at least 1"),
-        ({"held_out": 1.0}, "leaves nothing"),
+        ({"held_out": 0.0}, "held_out must be a share between 0 and 1, got 0.0"),
+        ({"held_out": 0.999}, "leaves nothing"),
         ({"learning_rate": 1e30}, "lower learning_rate"),
         ({"underestimation": 0.0}, "underestimation must be a positive number, got 0.0"),
         ({"emphasis": -1.0}, "emphasis must be a number of at least 0, got -1.0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -195,14 +196,14 @@ def _are_tokens(value: Any) -> bool:
 
 
 _ITEM_OPTIONS: dict[str, Callable[[Any], bool]] = {
-    "temperature": lambda value: type(value) in (int, float),
-    "top_k": lambda value: type(value) is int,
-    "top_p": lambda value: type(value) in (int, float),
+    "temperature": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+    "top_k": lambda value: type(value) is int and value >= 1,
+    "top_p": lambda value: type(value) in (int, float) and 0 < value <= 1,
     "gumbel": lambda value: type(value) is bool,
-    "block_size": lambda value: type(value) is int,
+    "block_size": lambda value: type(value) is int and value >= 1,
     "verify": lambda value: type(value) is bool,
-    "remask_below": lambda value: type(value) in (int, float),
-    "revisions": lambda value: type(value) is int,
+    "remask_below": lambda value: type(value) in (int, float) and 0 <= value <= 1,
+    "revisions": lambda value: type(value) is int and value >= 0,
     "suppressed": _are_tokens,
     "stop_tokens": _are_tokens,
     "seed": lambda value: type(value) is int and -(2**63) <= value < 2**63,
@@ -210,7 +211,7 @@ _ITEM_OPTIONS: dict[str, Callable[[Any], bool]] = {
         isinstance(value, dict) and all(key.isdecimal() and _are_tokens(tokens) for key, tokens in value.items())
     ),
 }
-"""What "options" of a record may hold, and whether a value is of the right kind: the arguments of `decode`, a seed, and
+"""What "options" of a record may hold, and whether a value can be one: the arguments of `decode`, a seed, and
 the allowed tokens of positions as {"POSITION": [TOKEN, ...]}."""
 
 
@@ -225,6 +226,9 @@ def _check_item(options: Any, *, length: int, vocab_size: int) -> None:
     for name, value in options.items():
         if not _ITEM_OPTIONS[name](value):
             raise ValueError(f"option {name!r} cannot be {value!r}")
+    for name in ("suppressed", "stop_tokens"):
+        if not all(0 <= token < vocab_size for token in options.get(name, ())):
+            raise ValueError(f"option {name!r} must name tokens below {vocab_size}")
     for position, tokens in options.get("allowed", {}).items():
         if int(position) >= length or not all(0 <= token < vocab_size for token in tokens):
             raise ValueError(f"option 'allowed' must name positions below {length} and tokens below {vocab_size}")

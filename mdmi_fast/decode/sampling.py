@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast.decode.randomness import uniform
+from mdmi_fast.labels.plan import invert_cumulative
 
 _TILE = 1 << 20
 """Numbers drawn from at a time: temporaries in float64 do not grow with the batch."""
@@ -41,7 +42,9 @@ def sample(
         weight = ((part - part.amax(dim=-1, keepdim=True)) / temperature).exp()
         if top_k is not None or top_p < 1:
             weight = _most_probable(weight, top_k, top_p)
-        drawn[start : start + rows] = _by_gumbel(weight, own) if gumbel else _by_cumulative(weight, own)
+        drawn[start : start + rows] = (
+            _by_gumbel(weight, own) if gumbel else invert_cumulative(weight, own.unsqueeze(-1)).squeeze(-1)
+        )
     return drawn
 
 
@@ -62,16 +65,6 @@ def _most_probable(weight: Tensor, top_k: int | None, top_p: float) -> Tensor:
     before = ordered.cumsum(dim=-1) - ordered
     ordered.masked_fill_(before >= top_p * ordered.sum(dim=-1, keepdim=True), 0.0)
     return torch.zeros_like(weight).scatter(-1, order, ordered)
-
-
-def _by_cumulative(weight: Tensor, luck: Tensor) -> Tensor:
-    cumulative = weight.cumsum(dim=-1)
-    target = luck.unsqueeze(-1) * cumulative[:, -1:]
-    # The first token whose cumulative weight exceeds the target, which rounding may have carried to the very end: no
-    # further than the last token of any weight.
-    drawn = torch.searchsorted(cumulative, target, right=True)
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
-    return drawn.minimum(last).squeeze(-1)
 
 
 def _by_gumbel(weight: Tensor, luck: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ def evaluate_estimator(
         PairReport.
 
     Raises:
-        ValueError: if the labels hold fewer than two masked pairs.
+        ValueError: if the labels hold fewer than two masked pairs, or one that is not finite (the "kl" form may be inf).
 
     Numerics:
         Sums in float64.
@@ -203,9 +203,11 @@ def verdict(report: PairReport) -> str:
         return f"usable: {r}{goal}; {report.false_independence:.1%} false independence at {report.tau:g} nats"
     if math.isnan(report.safe_tau):
         return f"retrain: {r}{goal}, but more than {MOST_FALSE:.0%} false independence at every threshold"
+    here = f"{report.false_independence:.1%} false independence"
+    if math.isnan(report.false_independence):
+        here = "no pair is predicted independent"
     return (
-        f"usable: {r}{goal}; as a budget, and as a threshold from {report.safe_tau:g} nats "
-        f"({report.false_independence:.1%} false independence at {report.tau:g})"
+        f"usable: {r}{goal}; as a budget, and as a threshold from {report.safe_tau:g} nats ({here} at {report.tau:g})"
     )
 
 
@@ -241,6 +243,8 @@ def _collect(
     a, ratio = torch.cat(actual).double(), torch.cat(ratios)
     if len(a) < 2:
         raise ValueError(f"evaluate_estimator: labels must hold at least two masked pairs, got {len(a)}")
+    if not bool(a.isfinite().all()):
+        raise ValueError(f"evaluate_estimator: labels must be finite, got {int((~a.isfinite()).sum())} that are not")
     some = torch.randperm(len(a), generator=torch.Generator().manual_seed(0))[:_SAMPLE]
     reports = {}
     for name in sources:

@@ -152,8 +152,10 @@ class PairScorer(nn.Module):
         if self.output != "bounded" or marginals is None:
             return scores
         least = torch.minimum(marginals.entropy.unsqueeze(-1), marginals.entropy.unsqueeze(-2))
+        # Not torch.sigmoid, whose last digit depends on where in the batch a number stands; below -80 exp would overflow.
+        share = 1 / (1 + (-scores.clamp(min=-80.0)).exp())
         # Not a product with the mask: an unmasked position may have any entropy, NaN included.
-        return (least * scores.sigmoid()).masked_fill(~masked_pairs(mask), 0.0)
+        return (least * share).masked_fill(~masked_pairs(mask), 0.0)
 
     def band(self, hidden: Tensor, mask: Tensor, window: int) -> Tensor:
         """Predicted mutual information of the masked pairs at most `window` apart.

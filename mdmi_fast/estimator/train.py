@@ -128,11 +128,13 @@ def train_estimator(
 
     Raises:
         ValueError: if there are too few states, a label is not finite, epochs or batch_size is less than 1,
-            an option of the loss is out of range, the checkpoint is damaged or of other settings, or the loss stops
+            held_out or an option of the loss is out of range, the checkpoint is damaged or of other settings, or the loss stops
             being a number.
     """
     if min(epochs, batch_size) < 1:
         raise ValueError(f"train_estimator: epochs and batch_size must be at least 1, got {epochs} and {batch_size}")
+    if not 0 < held_out < 1:
+        raise ValueError(f"train_estimator: held_out must be a share between 0 and 1, got {held_out}")
     loss = PairLoss(transform, underestimation, emphasis)
     states, old_states = examples(labels), [] if old is None else examples(old)
     for name, given in (("labels", states), ("old", old_states)):
@@ -269,7 +271,7 @@ class _Run:
 
 def _order(n_new: int, n_old: int, seed: int, epoch: int) -> Tensor:
     """Numbers of the states of an epoch, in its order: all new ones, and as many of the old ones that follow them."""
-    generator = torch.Generator().manual_seed((seed << 20) + epoch + 1)
+    generator = torch.Generator().manual_seed(((seed << 20) + epoch + 1) % 2**63)
     order = torch.randperm(n_new, generator=generator)
     if n_old:
         some = n_new + torch.randperm(n_old, generator=generator)[:n_new]

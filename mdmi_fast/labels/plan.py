@@ -148,14 +148,14 @@ class _Outside(NamedTuple):
         if form == "entropy":
             error = self.mass * self._most_entropy()
         elif form == "kl":
-            error = _times(self.mass, self.surprise.unsqueeze(-2).where(pairs, 0.0).amax(dim=-1, keepdim=True))
+            error = times(self.mass, self.surprise.unsqueeze(-2).where(pairs, 0.0).amax(dim=-1, keepdim=True))
         return (error > epsilon * (1 - 1e-6)).sum(dim=-1)  # the result is rounded to float32
 
     def error(self, form: Form, count: Tensor) -> Tensor:
         """[B, N, N] of row i when count[i] values are probed."""
         mass, entropy = (each.gather(-1, count.unsqueeze(-1)) for each in (self.mass, self.entropy))
         if form == "kl":
-            return _times(mass, self.surprise.unsqueeze(-2))
+            return times(mass, self.surprise.unsqueeze(-2))
         return (entropy if form == "joint" else mass * self._most_entropy()).expand(*count.shape, count.shape[-1])
 
     def _most_entropy(self) -> float:
@@ -176,7 +176,7 @@ def _outside(ordered: Tensor, surprise: Tensor) -> _Outside:
     return _Outside(mass, entropy, surprise)
 
 
-def _times(share: Tensor, nats: Tensor) -> Tensor:
+def times(share: Tensor, nats: Tensor) -> Tensor:
     """The product, in which a share of 0 gives 0 of infinitely many nats."""
     return (share * nats).where(share > 0, 0.0)
 
@@ -203,7 +203,7 @@ def _draw(p: Tensor, tokens: Tensor, samples: int, seed: int) -> Tensor:
 
 
 def invert_cumulative(p: Tensor, luck: Tensor) -> Tensor:
-    """Draw from p [..., V] float64 with luck [..., S] in [0, 1): the values [..., S] int64, none of probability 0."""
+    """Draw from weights p [..., V] float64 with luck [..., S] in [0, 1): the values [..., S] int64, none of weight 0."""
     cumulative = p.cumsum(dim=-1)
     drawn = torch.searchsorted(cumulative, luck * cumulative[..., -1:], right=True)
     # Rounding may carry a target to the very end: no further than the last value of any weight.

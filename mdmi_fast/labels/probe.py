@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mdmi_fast import ops
 from mdmi_fast.labels.forward import Forward, Precision
-from mdmi_fast.labels.plan import FORMS, Directions, Form, Plan, make_plan
+from mdmi_fast.labels.plan import FORMS, Directions, Form, Plan, make_plan, times
 from mdmi_fast.models import MaskedModel, MaskedOutput
 
 
@@ -82,11 +82,13 @@ class Probe(NamedTuple):
         one_way = self.directed[form]
         other_way = one_way.transpose(-1, -2)
         twice = self.known.unsqueeze(-1) & self.known.unsqueeze(-2) & masked_pairs(self.mask)
-        # 1/2 where both ends tell, 1 where only this one does.
-        share = (1 - 0.5 * twice.float()) * self.known.unsqueeze(-1) * masked_pairs(self.mask)
-        mi = _times(share, one_way)
-        bound = _times(share, self.error[form])
-        spread = _times(share, self.standard_error[form])
+        # 1/2 where both ends tell, 1 where only this one does. Pairs that were not asked for may have two ends left out:
+        # their label of 0 is as far from full probing as both directions together.
+        counts = self.known.unsqueeze(-1) | ~self.known.unsqueeze(-2)
+        share = counts * (1 - 0.5 * counts.transpose(-1, -2).float()) * masked_pairs(self.mask)
+        mi = times(share, one_way)
+        bound = times(share, self.error[form])
+        spread = times(share, self.standard_error[form])
         gap = (one_way - other_way).abs().masked_fill(~twice | (one_way == other_way), 0.0)  # inf - inf is no gap
         return MILabels(
             mi + mi.transpose(-1, -2),
@@ -96,11 +98,6 @@ class Probe(NamedTuple):
             gap.sum(dim=(-1, -2)) / twice.sum(dim=(-1, -2)).clamp(min=1),
             torch.hypot(spread, spread.transpose(-1, -2)),
         )
-
-
-def _times(share: Tensor, nats: Tensor) -> Tensor:
-    """The product, in which a share of 0 gives 0 of anything."""
-    return (share * nats).where(share > 0, 0.0)
 
 
 def masked_pairs(mask: Tensor) -> Tensor:

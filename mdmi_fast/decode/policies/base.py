@@ -16,6 +16,7 @@ from mdmi_fast.decode.arrays import as_tensor
 from mdmi_fast.decode.randomness import places, uniform
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import Selection, TokenStats
+from mdmi_fast.ops import _checks as check
 
 
 class Memory(dict[Hashable, tuple[Tensor, ...]]):
@@ -200,10 +201,16 @@ def checked_limit(owner: str, name: str, limit: Limit) -> None:
 
 
 def limit_of(limit: Limit, mask: Tensor, step: int) -> float | Tensor:
-    """The number of a pass: one for all sequences, or [B] float64."""
+    """The number of a pass: one for all sequences, or [B] float64.
+
+    Raises:
+        ValueError: if there are numbers for fewer sequences than there are.
+    """
     if isinstance(limit, Schedule):
         return limit.at(mask, step)
     if isinstance(limit, Tensor):
+        if len(limit) < len(mask):
+            raise ValueError(f"policy: a limit must hold a number for each of {len(mask)} sequences, got {len(limit)}")
         sequences = getattr(step, "sequences", None)
         return (limit if sequences is None else limit[sequences.to(limit.device)]).to(mask.device, torch.float64)
     return limit
@@ -276,8 +283,11 @@ def at_least(owner: str, name: str, value: float, low: float) -> float:
     """The value, if it is a number not below `low` (infinity allowed).
 
     Raises:
-        ValueError: naming the policy and the argument.
+        TypeError: for what is no number, naming the policy and the argument like the rest.
+        ValueError: for NaN, or less.
     """
+    if not isinstance(value, int | float):
+        raise TypeError(f"{owner}: {name} must be a number, got {check.describe(value)}")
     if not value >= low:
         raise ValueError(f"{owner}: {name} must be at least {low}, got {value}")
     return value
