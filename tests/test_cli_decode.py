@@ -107,6 +107,15 @@ def test_options_that_make_no_sense_are_named_with_their_line(
     assert err.startswith(f"{data}:2: {message}")
 
 
+def test_a_chosen_policy_brings_its_options_unless_others_are_given(run: Run, tmp_path: Path) -> None:
+    data, choice = tmp_path / "data.jsonl", tmp_path / "choice.json"
+    data.write_text(lines_of({"tokens": [4]}))
+    choice.write_text(json.dumps({"policy": "topk:1", "options": {"suppressed": [1]}}))
+    decode = ("decode", "--model", "any", "--policy", choice, "--data", data)
+    assert json.loads(run(*decode)[1])["tokens"] == [2]
+    assert json.loads(run(*decode, "--suppress", 2)[1])["tokens"] == [1]
+
+
 def test_standard_input_is_decoded_as_it_comes() -> None:
     command = [
         sys.executable,

@@ -76,9 +76,10 @@ def share(text: str) -> float:
 
 
 class PolicySpec(str):
-    """A policy as text, with the estimator that it was chosen with, if it comes from a file."""
+    """A policy as text, with the estimator and the options that it was chosen with, if it comes from a file."""
 
     estimator: str | None = None
+    options: dict[str, Any] | None = None
 
 
 def policy_spec(text: str) -> PolicySpec:
@@ -90,7 +91,7 @@ def policy_spec(text: str) -> PolicySpec:
         if text.endswith(".json"):
             choice = read_choice(text)
             spec = PolicySpec(choice["policy"])
-            spec.estimator = choice.get("estimator")
+            spec.estimator, spec.options = choice.get("estimator"), choice.get("options")
         else:
             spec = PolicySpec(text)
         parse_policy(spec, mi=lambda hidden, mask: hidden)
@@ -185,6 +186,17 @@ def writing_options(options: argparse.Namespace) -> dict[str, Any]:
         "remask_below": options.remask_below,
         "revisions": options.revisions,
     }
+
+
+def decoding_options(options: argparse.Namespace) -> dict[str, Any]:
+    """`writing_options`, or, where none of them is given, those that the policy of a file was chosen with."""
+    given = writing_options(options)
+    if options.policy.options is None:
+        return given
+    parser = argparse.ArgumentParser()
+    add_decoding(parser)
+    add_writing(parser)
+    return {**given, **options.policy.options} if given == writing_options(parser.parse_args([])) else given
 
 
 def kind_of(model: str) -> str:

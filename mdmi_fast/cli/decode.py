@@ -17,10 +17,10 @@ from mdmi_fast.cli._options import (
     add_policy,
     add_threads,
     add_writing,
+    decoding_options,
     json_text,
     load_policy,
     positive,
-    writing_options,
 )
 from mdmi_fast.files import replace_file
 
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
                 policy,
                 generator=generator,
                 batch_size=options.batch_size,
-                defaults=writing_options(options),
+                defaults=decoding_options(options),
                 first_number=count,
                 trace=trace is not None,
                 progress=progress.update,

@@ -91,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
     name = options.quality or ("valid" if kind_of(options.model) == "sudoku" else "pseudo-likelihood")
     has_mi = options.estimator is not None or kind_of(options.model) == "sudoku"
     specs = options.policies or candidates(mi=has_mi, sampling=options.temperature > 0)
-    mi = load_source(options.estimator, model, name=options.model) if any(map(needs_mi, specs)) else None
+    estimator = options.estimator or next(filter(None, (getattr(spec, "estimator", None) for spec in specs)), None)
+    mi = load_source(estimator, model, name=options.model) if any(map(needs_mi, specs)) else None
     tried: list[Tried] = []
     print(_HEADER)
     with bar(total=len(specs) + 1, unit="policy", description="tuning") as progress:
@@ -122,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
             options.out,
             chosen,
             model=options.model,
-            estimator=options.estimator,
+            estimator=estimator,
             options=writing_options(options),
             target=options.target._asdict(),
             quality=name,

@@ -333,6 +333,9 @@ def _first_block(rows: _Rows, size: int) -> Tensor:
 
 
 def _check_batch(tokens: Tensor, attention_mask: Tensor | None) -> None:
+    for name, given in (("tokens", tokens), ("attention_mask", attention_mask)):
+        if given is not None and not isinstance(given, Tensor):
+            raise TypeError(f"decode: {name} must be a tensor, got {type(given).__name__}")
     if tokens.ndim != 2 or tokens.dtype != torch.int64:
         raise ValueError(f"decode: tokens must be [B, N] int64, got shape {tuple(tokens.shape)} {tokens.dtype}")
     if attention_mask is not None and (attention_mask.shape != tokens.shape or attention_mask.dtype != torch.bool):

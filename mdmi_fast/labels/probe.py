@@ -166,6 +166,8 @@ def label_mi(
     """
     if form not in FORMS:
         raise ValueError(f"label_mi: form must be one of {', '.join(FORMS)}, got {form!r}")
+    if not isinstance(tokens, Tensor):
+        raise TypeError(f"label_mi: tokens must be a tensor, got {type(tokens).__name__}")
     single = tokens.ndim == 1
     if single:
         tokens = tokens.unsqueeze(0)
