@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdmi_fast import MIBudget, MIThreshold, Probing, Random, UnsupportedError, decode, ops
+from mdmi_fast import MIBudget, MIThreshold, PairwiseMIEstimator, Probing, Random, UnsupportedError, decode, ops
 from mdmi_fast.decode.cache import Cache, CachedMI, CachedPolicy, DiskStore, MemoryStore, RedisStore, Store
 from mdmi_fast.decode.policies import Shuffled, Step
 from mdmi_fast.models import MaskedOutput
@@ -121,6 +121,36 @@ def test_every_part_of_the_key_makes_another_entry() -> None:
     assert seen.pop("the first again") == 0
     del seen["store"]
     assert all(new > 0 for new in seen.values()), seen
+
+
+def test_a_selection_among_other_tokens_is_another_entry() -> None:
+    model = counted_model()
+    policy, cache = MIBudget(Probing(), gamma=0.9), Cache(MemoryStore())
+    cached = CachedPolicy(policy, model, cache)
+    decode(model, STATES, cached)
+    plain = decode(model, STATES, policy, suppressed=[0, 1])  # every entropy is 0: all fits in one pass
+    assert torch.equal(decode(model, STATES, cached, suppressed=[0, 1]).passes, plain.passes)
+
+
+def test_mutual_information_from_marginals_of_other_tokens_is_another_entry() -> None:
+    model, source = counted_model(), PairwiseMIEstimator(counted_model().hidden_size, marginals="entropy")
+    cached, mask = CachedMI(source, model, Cache(MemoryStore())), STATES == 3
+    output = model(STATES)
+    fewer = output.logits.index_fill(-1, torch.tensor([0]), -torch.inf)
+    for logits in (output.logits, fewer, fewer):
+        step = Step(0, model=model, tokens=STATES, logits=logits)
+        assert torch.equal(cached(output.hidden, mask, step), source(output.hidden, mask, step))
+
+
+@pytest.mark.parametrize("attribute", ["layers", "shift"])
+def test_another_hidden_state_of_the_same_weights_is_another_entry(attribute: str) -> None:
+    model, other, cache = counted_model(), counted_model(), Cache(MemoryStore())
+    setattr(model, attribute, (1,))
+    setattr(other, attribute, (2,))
+    step, mask = Step(0, model=model, tokens=STATES), STATES == 3
+    CachedMI(Probing(), model, cache)(model(STATES).hidden, mask, step)
+    CachedMI(Probing(), other, cache)(model(STATES).hidden, mask, step)
+    assert cache.counts["memory"].misses == 2 * len(STATES)
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", None])

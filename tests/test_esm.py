@@ -99,7 +99,12 @@ def test_layers_of_fair_esm_count_from_the_embeddings_and_from_the_end() -> None
         raw = network(TOKENS[:1, :5], repr_layers=[0, 1, 2])["representations"]
     model = FairESMModel(network, alphabet, layers=(0, -1))
     assert torch.equal(model(TOKENS[:1, :5]).hidden, torch.cat([raw[0], raw[2]], dim=-1))
-    assert model.never.tolist() == [0, 1, 2, 3, MASK]
+
+
+def test_tokens_of_fair_esm_that_are_no_residue_are_never_decoded() -> None:
+    network, alphabet = tiny_esm2()
+    never = FairESMModel(network, alphabet).never.tolist()
+    assert [alphabet.get_tok(token) for token in never] == ["<cls>", "<pad>", "<eos>", "<unk>", "<null_1>", "<mask>"]
 
 
 @pytest.mark.parametrize(("kind", "known"), [("esmc", r"-1\.\.1"), ("fair-esm", r"-3\.\.2")])

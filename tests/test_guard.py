@@ -172,6 +172,15 @@ def test_a_block_says_what_closed_forms_say() -> None:
     assert flat.false_independence(0.5) is None
 
 
+def test_a_perfect_correlation_is_not_rounded_past_1() -> None:
+    # Else the evidence, which knows bounds, would refuse it in the middle of a decode. Plain arithmetic gives 1 + 2e-16.
+    block, probed = AuditBlock(), torch.tensor([0.014623880, 0.139338195, 0.917982578, 0.363736749])
+    block.add(3 * probed, probed)
+    r = block.correlation()
+    assert r is not None
+    assert 1 - 1e-12 < r <= 1
+
+
 @pytest.mark.parametrize("good", [True, False])
 def test_low_correlation_falls_back_and_high_correlation_does_not(good: bool) -> None:
     model, states = dependent_model(), torch.full((8, 4), 3)

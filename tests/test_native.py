@@ -19,7 +19,7 @@ import mdmi_fast
 
 _C = pytest.importorskip("mdmi_fast._C", reason="the extension is not built")
 
-from mdmi_fast.native import kl, pairwise, select, stats  # noqa: E402 - they need the extension
+from mdmi_fast.native import kl, mlp, pairwise, select, stats  # noqa: E402 - they need the extension
 
 ROOT = Path(__file__).parent.parent
 ISAS = ["scalar", "avx2", "avx512", "avx512bf16", "neon"]
@@ -44,41 +44,85 @@ def _network(*widths: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
     return weights, [torch.randn(o) for _, o in pairs], torch.randn(widths[-1]), torch.tensor(0.1)
 
 
-def _everything() -> list[Tensor]:
-    """Results of every kernel on inputs large enough for several threads."""
+def _inputs() -> dict[str, Tensor]:
+    """Large enough for several threads."""
     generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    u, v = torch.randn(2, 60, 33, generator=generator), torch.randn(2, 60, 33, generator=generator)
-    network = _network(33, 40, 17)
-    options = (torch.rand(2, 60, generator=generator) < 0.8, "add", "mean", "softplus", "fp32")
-    logits = torch.randn(3, 4000, 33, generator=generator)
-    weights = torch.rand(3, 4000, generator=generator)
+    return {
+        "u": torch.randn(2, 60, 33, generator=generator),
+        "v": torch.randn(2, 60, 33, generator=generator),
+        "mask": torch.rand(2, 60, generator=generator) < 0.8,
+        "grad": torch.randn(2, 60, 60, generator=generator),
+        "logits": torch.randn(3, 4000, 33, generator=generator),
+        "weights": torch.rand(3, 4000, generator=generator),
+        "entropy": torch.rand(2, 60, generator=generator),
+        "gamma": torch.tensor([3.0, 5.0], dtype=torch.float64),
+        "head": torch.randn(5000, 33, generator=generator),
+    }
+
+
+def _everything(inputs: dict[str, Tensor], network: tuple[list[Tensor], list[Tensor], Tensor, Tensor]) -> list[Tensor]:
+    """Results of every kernel."""
+    u, v, mask, grad, logits, weights, entropy, gamma, head = inputs.values()
+    options = (mask, "add", "mean", "softplus", "fp32")
     mi = pairwise.pairwise_mlp(u, v, *network, *options)
-    entropy, gamma = torch.rand(2, 60, generator=generator), torch.tensor([3.0, 5.0], dtype=torch.float64)
-    du, dv, d_weights, d_biases, d_w_out, d_b_out = pairwise.pairwise_mlp_backward(
-        torch.randn(2, 60, 60, generator=generator), u, v, *network, *options
-    )
+    du, dv, d_weights, d_biases, d_w_out, d_b_out = pairwise.pairwise_mlp_backward(grad, u, v, *network, *options)
     return [
         mi,
+        pairwise.pairwise_mlp_rows(u, v, *network, torch.tensor([[3, -1], [59, 0]]), *options),
         pairwise.pairwise_mlp_band(u, v, *network, 5, *options),
         *(du, dv, *d_weights, *d_biases, d_w_out, d_b_out),
         *stats.token_stats(logits),
+        *stats.linear_token_stats(u, head, None),
         stats.entropy_backward(weights, logits),
         kl.expected_kl(logits, weights, logits[0]),
         kl.mixture_entropy(logits, weights),
+        *kl.mixture_stats(logits, weights, logits[0]),
+        *kl.expected_kl_backward(weights[0], logits, weights, logits[0]),
         kl.mixture_entropy_backward(weights[0], logits, weights),
-        *select.select_budget(entropy, mi, gamma, 1.0, 1.0, "entropy", options[0], None),
+        mlp.mlp(logits, *network[:2]),
+        *select.select_budget(entropy, mi, gamma, 1.0, 1.0, "entropy", mask, None),
+        *select.select_threshold(entropy, mi, 0.5, mask, None),
         *select.score_and_select(entropy, u, v, *network, gamma, 1.0, 1.0, *options, None),
-        select.color(mi, 0.5, options[0]),
+        select.color(mi, 0.5, mask),
     ]
+
+
+def _here() -> list[Tensor]:
+    torch.manual_seed(0)
+    return _everything(_inputs(), _network(33, 40, 17))
 
 
 def test_results_do_not_depend_on_the_number_of_threads(threads: Callable[[int], None]) -> None:
     threads(1)
-    alone = _everything()
+    alone = _here()
     for n in (2, 3, 8):
         threads(n)
-        assert all(torch.equal(a, b) for a, b in zip(alone, _everything(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(alone, _here(), strict=True))
+
+
+def test_results_do_not_depend_on_the_default_dtype() -> None:
+    inputs, network = _inputs(), _network(33, 40, 17)
+    single = _everything(inputs, network)
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = _everything(inputs, network)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(single, double, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def test_exponentials_are_as_exact_as_their_comment_says() -> None:
+    logits = torch.zeros(100_000, 2)
+    logits[:, 1] = torch.linspace(-87.6, 0.0, len(logits))
+    zero, one = torch.zeros(len(logits)), torch.ones(len(logits))
+    # The gradient of the logsumexp is the softmax: e^x and two roundings.
+    p = stats.token_stats_backward(zero, one, zero, zero, logits)[:, 1].double()
+    error = (p / logits.double().softmax(-1)[:, 1] - 1).abs()
+    near, far = (6.8e-7, 4.2e-6) if _C.isa() == "scalar" else (1.9e-7, 4.2e-7)
+    assert float(error[logits[:, 1] >= -10].max()) < near + 1.8e-7
+    assert float(error.max()) < far + 1.8e-7
 
 
 def test_python_threads_may_call_at_the_same_time(threads: Callable[[int], None]) -> None:
@@ -138,12 +182,12 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 
 
 def test_every_instruction_set_gives_the_same_answers(tmp_path: Path) -> None:
-    here = _everything()
+    here = _here()
     code = """
 import sys, torch
 sys.path.insert(0, {tests!r})
-from test_native import _everything
-torch.save(_everything(), {file!r})
+from test_native import _here
+torch.save(_here(), {file!r})
 """
     for isa in _C.supported_isas():
         file = tmp_path / isa

@@ -335,7 +335,13 @@ def test_prepared_weights_score_the_same_and_are_refused_when_stale(backend: str
         ops.pairwise_mlp(u, v, weights, biases, w_out, bias + 1, prepared=prepared)
     with pytest.raises(ValueError, match="prepared is for inference"):
         ops.pairwise_mlp(u.requires_grad_(), v, *head, prepared=prepared)
+    with pytest.raises(TypeError, match="prepared must be made by prepare_pairwise, got dict"):
+        ops.pairwise_mlp(u.detach(), v, *head, prepared={})
     weights[0].mul_(2)
+    with pytest.raises(ValueError, match="after the weights change"):
+        ops.pairwise_mlp(u.detach(), v, *head, prepared=prepared)
+    prepared = ops.prepare_pairwise(*head, backend=backend)
+    weights[0].data = 2 * weights[0]  # as module.half() and its like do
     with pytest.raises(ValueError, match="after the weights change"):
         ops.pairwise_mlp(u.detach(), v, *head, prepared=prepared)
 

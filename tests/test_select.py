@@ -386,6 +386,7 @@ H, M = torch.zeros(2, 3), torch.zeros(2, 3, 3)
         ),
         (lambda: ops.select_budget(H, M, gamma=1.0, limit=0), ValueError, "limit must be at least 1, got 0"),
         (lambda: ops.select_budget(H, M, gamma=1.0, mask=H), TypeError, "mask must be bool"),
+        (lambda: ops.select_threshold(H, M, tau=1.0, mask=[True]), TypeError, "mask must be a tensor, got list"),
         (lambda: ops.select_budget(H, M.to("meta"), gamma=1.0), ValueError, "got entropy on cpu and mi on meta"),
         (lambda: ops.select_threshold(H, M, tau=math.nan), ValueError, "tau must not be NaN"),
         (

@@ -142,6 +142,15 @@ def test_a_killed_worker_loses_nothing() -> None:
     assert restarts == 1
 
 
+def test_an_idle_worker_that_was_killed_does_not_disturb_the_end() -> None:
+    async def body(dispatcher: Dispatcher) -> None:
+        for pid in dispatcher.pids():
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.2)
+
+    run(body, Toy(), workers=2)
+
+
 def test_a_request_that_kills_workers_or_fails_takes_no_other_with_it() -> None:
     async def body(dispatcher: Dispatcher) -> Any:
         jobs = [job(1, 4), job(2, 4), job(3, 4), job(0, 1, 4)]

@@ -218,6 +218,15 @@ def test_linear_token_stats_is_token_stats_of_the_logits(
 
 
 @pytest.mark.op("linear_token_stats")
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+def test_linear_token_stats_of_doubles(dtypes: tuple[torch.dtype, torch.dtype], backend: str) -> None:
+    hidden, weight = torch.randn(7, 16, dtype=dtypes[0]), torch.randn(3001, 16, dtype=dtypes[1])
+    expected = reference.linear_token_stats(hidden.double(), weight.double())
+    for a, b in zip(ops.linear_token_stats(hidden, weight, backend=backend), expected, strict=True):
+        torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.op("linear_token_stats")
 def test_linear_token_stats_of_undefined_rows_is_nan(backend: str) -> None:
     hidden, weight = torch.randn(4, 8), torch.randn(600, 8)
     hidden[1, 3] = torch.nan

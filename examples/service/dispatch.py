@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import time
 from collections import deque
@@ -146,7 +147,8 @@ class Dispatcher:
                 if not pending.answer.done():
                     pending.answer.set_result(answer)
         if worker is not None:
-            worker.pipe.send(None)
+            with contextlib.suppress(OSError):  # it may have died since
+                worker.pipe.send(None)
             worker.process.join(10)
             self._end(number, worker)
 

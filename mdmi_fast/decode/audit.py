@@ -87,7 +87,8 @@ class AuditBlock:
         x, y = (torch.tensor(side, dtype=torch.float64) for side in (self.predicted, self.probed))
         x, y = x - x.mean(), y - y.mean()
         scale = float((x.square().sum() * y.square().sum()).sqrt())
-        return float((x * y).sum()) / scale if scale > 0 else None
+        # Rounding may carry a perfect correlation past 1.
+        return min(1.0, max(-1.0, float((x * y).sum()) / scale)) if scale > 0 else None
 
     def false_independence(self, tau: float) -> float | None:
         """Of the pairs predicted below tau nats, the share probed above it; None if none was predicted so."""

@@ -1,8 +1,9 @@
 """What was computed for a context, kept: mutual information and selections, in memory, on disk and in Redis (row S12).
 
 A key is a hash of everything that an answer depends on: the library's version, the model's weights, the settings of
-the policy or source with the estimator's weights, the tokens, the mask and the padding. An entry carries a checksum;
-one that does not agree with it is dropped and counts as a miss. No fault of a store ever fails a decode.
+the policy or source with the estimator's weights, the tokens, the mask, the padding, and, where they are read, the
+marginals, which differ with the tokens that `decode` suppresses. An entry carries a checksum; one that does not agree
+with it is dropped and counts as a miss. No fault of a store ever fails a decode.
 
 Worth it where an answer is expensive: probing takes hundreds of forward passes, a hit 20 to 200 microseconds. The
 selection by a small estimator takes hardly longer than a hit (benchmarks/results/cache.csv), and the states of sampled
@@ -26,12 +27,19 @@ import torch
 from torch import Tensor
 
 from mdmi_fast.decode.policies.base import Step
-from mdmi_fast.decode.policies.mutual_information import MIBudget, MISource, MIThreshold, Shuffled, pairwise_mi
+from mdmi_fast.decode.policies.mutual_information import (
+    MIBudget,
+    MISource,
+    MIThreshold,
+    Probing,
+    Shuffled,
+    pairwise_mi,
+)
 from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.identity import describe_model
-from mdmi_fast.ops import Selection, TokenStats
+from mdmi_fast.models.identity import describe_model, identity
+from mdmi_fast.ops import Selection, TokenStats, token_stats
 
 _CHECKSUM = 16
 """Bytes of the BLAKE2b in front of an entry."""
@@ -327,7 +335,9 @@ class CachedMI:
     def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
         n = mask.shape[1]
         mi = torch.zeros(len(mask), n, n)
-        keys, missing = self._keys(mask, step, hidden), []
+        logits = getattr(step, "logits", None) if getattr(self.source, "needs_step", False) else None
+        stats = None if logits is None or isinstance(self.source, Probing) else token_stats(logits)
+        keys, missing = self._keys(mask, step, hidden, stats), []
         positions = [row.nonzero().squeeze(-1) for row in mask.cpu()]
         for row, (key, at) in enumerate(zip(keys, positions, strict=True)):
             payload = self.cache.get(key)
@@ -340,7 +350,7 @@ class CachedMI:
                 values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
                 mi[row, at.unsqueeze(1), at] = values.view(len(at), len(at))
         if missing:
-            found = pairwise_mi(self.source, hidden, _only(mask, missing), step).float().cpu()
+            found = pairwise_mi(self.source, hidden, _only(mask, missing), step).detach().float().cpu()
             for row in missing:
                 at = positions[row]
                 mi[row] = found[row]
@@ -374,7 +384,7 @@ class CachedPolicy:
             return self.policy.select(stats, hidden, mask, step)
         n, width = mask.shape[1], -(-mask.shape[1] // 8)
         selected, spent = torch.zeros(mask.shape, dtype=torch.bool), torch.zeros(len(mask), dtype=torch.float64)
-        keys, missing = self._keys(mask, step, hidden), []
+        keys, missing = self._keys(mask, step, hidden, stats), []
         for row, key in enumerate(keys):
             payload = self.cache.get(key)
             if payload is not None and len(payload) != width + 8:
@@ -400,16 +410,20 @@ class _Keys:
     def __init__(self, kind: str, settings: object, model: MaskedModel) -> None:
         from mdmi_fast import __version__
 
-        self._what = f"{__version__} {kind} {describe_model(model)} {describe(settings)}"
+        # Of a network whose logits are shifted or not, the weights are the same.
+        model_text = f"{identity(model)} {getattr(model, 'shift', None)}"
+        self._what = f"{__version__} {kind} {model_text} {describe(settings)}"
 
-    def __call__(self, mask: Tensor, step: int, hidden: Tensor) -> list[str]:
+    def __call__(self, mask: Tensor, step: int, hidden: Tensor, stats: TokenStats | None) -> list[str]:
         tokens, visible = getattr(step, "tokens", None), getattr(step, "attention_mask", None)
         if not isinstance(step, Step) or tokens is None:
             raise ValueError("cache: step must be a Step with tokens, got a bare number")
         # A processor and an accelerator, or two precisions, round differently.
         head = hashlib.blake2b(f"{self._what} {hidden.dtype} {hidden.device.type}".encode(), digest_size=20)
         visible = torch.ones_like(mask) if visible is None else visible
-        rows = zip(*(part.cpu().contiguous().numpy() for part in (tokens, mask, visible)), strict=True)
+        read = () if stats is None else (stats.entropy, stats.confidence, stats.margin)
+        marginals = (field.masked_fill(~mask, 0.0) for field in read)
+        rows = zip(*(part.cpu().contiguous().numpy() for part in (tokens, mask, visible, *marginals)), strict=True)
         keys = []
         for parts in rows:
             key = head.copy()

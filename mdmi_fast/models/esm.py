@@ -66,7 +66,8 @@ class FairESMModel(SequenceModel):
     ) -> None:
         count: Any = network.num_layers
         chosen = _layers(layers, range(-count - 1, count + 1), "FairESMModel")
-        special = [alphabet.get_idx(token) for token in (*alphabet.prepend_toks, *alphabet.append_toks)]
+        # Everything that is no residue or gap, so also the "<null_1>" that fills the vocabulary up.
+        special = [token for token in range(len(alphabet)) if alphabet.get_tok(token) not in alphabet.standard_toks]
         super().__init__(
             vocab_size=len(alphabet),
             hidden_size=network.embed_dim * len(chosen),  # type: ignore[operator, arg-type]

@@ -28,17 +28,18 @@ class PreparedPairwise:
     b_out: Tensor | float
     scalar: Tensor
     """b_out as a tensor of shape []."""
-    versions: tuple[int | None, ...]
-    """Of the tensors when they were packed."""
+    versions: tuple[tuple[int, int | None], ...]
+    """Of the tensors when they were packed: where their memory was, and how often it had been written."""
     precision: str
     backend: str
     packed: object
     """What the backend made of them."""
 
 
-def _versions(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
-    # inference tensors count no versions
-    return tuple(None if t.is_inference() else t._version for t in tensors)
+def _versions(tensors: Sequence[Tensor]) -> tuple[tuple[int, int | None], ...]:
+    # The address, because `module.half()` and `weight.data = ...` put other memory into the same tensor and leave its
+    # version alone. Inference tensors count no versions.
+    return tuple((t.data_ptr(), None if t.is_inference() else t._version) for t in tensors)
 
 
 def _network_tensors(
@@ -111,6 +112,8 @@ def _check_prepared(
     *halves: Tensor,
 ) -> None:
     """Raises ValueError unless the weights, checked then, are as they were packed, and nothing wants a gradient."""
+    if not isinstance(prepared, PreparedPairwise):
+        raise TypeError(f"{op}: prepared must be made by prepare_pairwise, got {type(prepared).__name__}")
     tensors = _network_tensors(weights, biases, w_out, b_out)
     same = len(weights) == len(biases) and len(tensors) == len(prepared.tensors)
     same = same and all(map(_same, tensors, prepared.tensors))
@@ -234,7 +237,7 @@ def pairwise_mlp(
         [..., N, N] float32; 0 on the diagonal and where an end is unmasked. Differentiable in u, v and the network.
 
     Raises:
-        TypeError: an operand is not a floating tensor, mask is not bool.
+        TypeError: an operand is not a floating tensor, mask is not bool, prepared is something else.
         ValueError: shapes do not match, an option is not one of its choices, operands are on several devices, or prepared was made of
             other weights.
         UnsupportedError: the backend named cannot run this call.
@@ -412,7 +415,8 @@ def prepare_pairwise(
         backend: the one to pack for; None = the one that would run.
 
     Returns:
-        PreparedPairwise, to be passed as `prepared` with the same weights. It is refused after they change.
+        PreparedPairwise, to be passed as `prepared` with the same weights. It is refused after they change, unless by what
+        torch does not count: writing in place to `weight.data` or to an inference tensor.
 
     Raises:
         TypeError: an operand is not a floating tensor.

@@ -143,13 +143,12 @@ def select_budget(
         tensor([ True, False,  True])
     """
     op = "select_budget"
-    h, m = _check_entropy(op, entropy), _check_mi(op, mi, entropy.shape)
+    h, m, masked = _check_entropy(op, entropy), _check_mi(op, mi, entropy.shape), _check_mask(op, mask, entropy.shape)
     check.same_device(op, entropy=entropy, mi=mi, mask=mask)
     check.one_of(op, "order", order, ("entropy", "cheapest"))
     _check_limit(op, limit)
     budget = _check_gamma(op, gamma, entropy.shape[:-1])
     lam, entropy_weight = check.weight(op, "lam", lam), check.weight(op, "entropy_weight", entropy_weight)
-    masked = _check_mask(op, mask, entropy.shape)
     return _selection(_select_budget(h, m, budget, lam, entropy_weight, order, masked, limit, backend), entropy.shape)
 
 
@@ -227,10 +226,10 @@ def select_threshold(
         tensor([ True, False,  True])
     """
     op = "select_threshold"
-    h, m = _check_entropy(op, entropy), _check_mi(op, mi, entropy.shape)
+    h, m, masked = _check_entropy(op, entropy), _check_mi(op, mi, entropy.shape), _check_mask(op, mask, entropy.shape)
     check.same_device(op, entropy=entropy, mi=mi, mask=mask)
     _check_limit(op, limit)
-    tau, masked = check.number(op, "tau", tau), _check_mask(op, mask, entropy.shape)
+    tau = check.number(op, "tau", tau)
     return _selection(_select_threshold(h, m, tau, masked, limit, backend), entropy.shape)
 
 
@@ -281,9 +280,8 @@ def color(mi: Tensor, *, tau: float, mask: Tensor | None = None, backend: str | 
         tensor([0, 1, 0])
     """
     op = "color"
-    m = _check_mi(op, mi)
+    m, masked = _check_mi(op, mi), _check_mask(op, mask, mi.shape[:-1])
     check.same_device(op, mi=mi, mask=mask)
-    masked = _check_mask(op, mask, mi.shape[:-1])
     return _color(m, check.number(op, "tau", tau), masked, backend).reshape(mi.shape[:-1])
 
 

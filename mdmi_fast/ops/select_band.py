@@ -72,12 +72,12 @@ def select_budget_band(
             f"{op}: band must be [..., N, 2 * window + 1] with [..., N] = {tuple(entropy.shape)}, that of entropy, "
             f"got {check.describe(band)}"
         )
+    masked = _check_mask(op, mask, entropy.shape)
     check.same_device(op, entropy=entropy, band=band, mask=mask)
     check.one_of(op, "order", order, ("entropy", "cheapest"))
     _check_limit(op, limit)
     budget = _check_gamma(op, gamma, entropy.shape[:-1])
     lam, entropy_weight = check.weight(op, "lam", lam), check.weight(op, "entropy_weight", entropy_weight)
-    masked = _check_mask(op, mask, entropy.shape)
     flat = values.reshape(*h.shape, band.shape[-1])
     return _selection(
         _select_budget_band(h, flat, budget, lam, entropy_weight, order, masked, limit, backend), entropy.shape
