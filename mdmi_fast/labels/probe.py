@@ -26,8 +26,16 @@ from mdmi_fast.labels.plan import FORMS, Directions, Form, Plan, make_plan, time
 from mdmi_fast.models import MaskedModel, MaskedOutput
 
 
-class MILabels(NamedTuple):
-    """Pairwise mutual information of masked positions, in nats.
+class _Labels(NamedTuple):
+    mi: Tensor
+    entropy: Tensor
+    bound: Tensor
+    passes: Tensor
+    asymmetry: Tensor
+
+
+class MILabels(_Labels):
+    """Pairwise mutual information of masked positions, in nats: a tuple of five, and one attribute.
 
     Attributes:
         mi: [B, N, N] float32, symmetric, the mean of both directions; 0 on the diagonal and where an end is not masked.
@@ -35,15 +43,15 @@ class MILabels(NamedTuple):
         bound: [B, N, N] float32, no entry of `mi` is further than this from what full probing gives.
         passes: [B] int64, forward passes spent on each sequence.
         asymmetry: [B] float32, the mean over pairs known from both ends of |one direction - the other|.
-        standard_error: [B, N, N] float32, of entries that rest on values drawn at random; 0 elsewhere.
+        standard_error: [B, N, N] float32, of entries that rest on values drawn at random; 0 elsewhere. Not of the tuple.
     """
 
-    mi: Tensor
-    entropy: Tensor
-    bound: Tensor
-    passes: Tensor
-    asymmetry: Tensor
     standard_error: Tensor
+
+    def __new__(cls, *labels: Tensor, standard_error: Tensor) -> MILabels:
+        self = super().__new__(cls, *labels)
+        self.standard_error = standard_error
+        return self
 
 
 class Probe(NamedTuple):
@@ -96,7 +104,7 @@ class Probe(NamedTuple):
             bound + bound.transpose(-1, -2),
             self.passes,
             gap.sum(dim=(-1, -2)) / twice.sum(dim=(-1, -2)).clamp(min=1),
-            torch.hypot(spread, spread.transpose(-1, -2)),
+            standard_error=torch.hypot(spread, spread.transpose(-1, -2)),
         )
 
 
@@ -189,7 +197,9 @@ def label_mi(
         progress=progress,
     )
     labels = probe.labels(form)
-    return MILabels(*(field.squeeze(0) for field in labels)) if single else labels
+    if not single:
+        return labels
+    return MILabels(*(field.squeeze(0) for field in labels), standard_error=labels.standard_error.squeeze(0))
 
 
 def probe_mi(

@@ -72,7 +72,8 @@ def find_surprises(mi: MIMap, expected: Tensor, *, rate: float = 0.05) -> Surpri
     """Unexpected and missing dependencies, with a bound on the share of false ones among them.
 
     In each kind of pairs, those in the structure and the others, log I is taken to be normal but for the surprises;
-    its center and width are the median and 1.4826 times the median absolute deviation, which surprises move little.
+    its center and width are the median and 1.4826 times the median absolute deviation, which surprises move little, of
+    the pairs above 1e-6 nats: below, rounding decides.
     Of the upper tail of the others, and the lower tail of those in the structure, the Benjamini-Hochberg procedure
     keeps so many that on average a share of at most `rate` is false.
 
@@ -94,10 +95,11 @@ def find_surprises(mi: MIMap, expected: Tensor, *, rate: float = 0.05) -> Surpri
 
     def keep(kind: Tensor, sign: float) -> Tensor:
         values = logs[kind]
-        if not len(values):
-            return kind
-        center = values.median()
-        width = (1.4826 * (values - center).abs().median()).clamp(min=1e-9)
+        usual = values[values > math.log(_FLOOR)]
+        if not len(usual):
+            return torch.zeros_like(kind)
+        center = usual.median()
+        width = (1.4826 * (usual - center).abs().median()).clamp(min=1e-9)
         p_value[kind] = 0.5 * torch.erfc(sign * (values - center) / width / math.sqrt(2))
         kept = kind & (p_value <= _benjamini_hochberg(p_value[kind], rate))
         return kept | kept.T

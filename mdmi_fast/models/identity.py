@@ -31,7 +31,11 @@ def describe_model(model: object) -> dict[str, Any]:
     for name, tensor in sorted(tensors_of(model).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    plain = {name: value for name, value in vars(model).items() if type(value) in (int, float, str) and name[0] != "_"}
+    plain = {
+        name: value
+        for name, value in vars(model).items()
+        if type(value) in (bool, int, float, str) and name[0] != "_" and name != "training"
+    }
     return {"class": type(model).__qualname__, **dict(sorted(plain.items())), "weights": digest.hexdigest()}
 
 

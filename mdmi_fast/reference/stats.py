@@ -8,7 +8,8 @@ from torch import Tensor
 
 def log_probabilities(logits: Tensor) -> Tensor:
     """Log softmax; a row with NaN or +inf, or of -inf only, is NaN throughout."""
-    return logits - torch.logsumexp(logits, -1, keepdim=True)
+    shifted = logits - logits.detach().amax(-1, keepdim=True)  # a large maximum would swallow the sum
+    return shifted - torch.logsumexp(shifted, -1, keepdim=True)
 
 
 def undefined(logits: Tensor) -> Tensor:
