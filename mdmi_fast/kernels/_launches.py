@@ -65,6 +65,9 @@ SPECIAL = {
     ("forward", "sm_80", "half, two layers"): PairTile(8, 16, 32, 64, Tile(8, 2), last=128),
     # 128 x 256 sums do not fit in registers when they come out of tensor memory
     ("forward", "sm_100", "half"): PairTile(16, 16, 32, 128, Tile(8, 2)),
+    # 256 pairs of a narrow layer fit, and keep the tensor cores busier: more products for each instruction that forms activations
+    ("forward", "sm_100", "half, narrow"): PairTile(16, 16, 64, 128, Tile(8, 3)),
+    ("forward", "gfx942", "half, narrow"): PairTile(16, 16, 64, 128, Tile(8, 2)),
     ("forward", "sm_100", "half, two layers"): PairTile(8, 16, 32, 64, Tile(8, 2), last=128),
     # three stages take more than its 64 KiB of shared memory
     ("forward", "gfx942", "half"): PairTile(8, 16, 64, 256, Tile(8, 2)),
