@@ -217,7 +217,12 @@ def check_rows(report: Report) -> None:
         )
         k = torch.randn(4, min(rows, 16), n_v, device=device) * 3
         weights = torch.rand(k.shape[:2], device=device)
-        for op, args in (("expected_entropy", ()), ("expected_kl", (k[-1],)), ("mixture_entropy", ())):
+        for op, args in (
+            ("expected_entropy", ()),
+            ("expected_kl", (k[-1],)),
+            ("mixture_entropy", ()),
+            ("mixture_stats", (k[-1],)),
+        ):
             got = getattr(ops, op)(k, weights, *args, backend="triton")
             expected = getattr(reference, op)(k.double(), weights.double(), *(a.double() for a in args))
             report.check(op, f"V {n_v}", got, expected, 2e-5)

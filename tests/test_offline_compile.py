@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 import mdmi_fast
 from mdmi_fast import ops
-from mdmi_fast.kernels import _cases, _offline
+from mdmi_fast.kernels import _cases, _offline, select
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,12 +29,15 @@ OTHERS: list[tuple[str, str, Callable[[], None]]] = [
     ("sm_80", "statistics, smallest", lambda: _cases.token_statistics(2)),
     ("sm_90", "statistics, split", lambda: _cases.token_statistics(151936)),
     ("gfx942", "divergences, typical", lambda: _cases.divergences(33)),
-    ("sm_100", "selections, typical", lambda: _cases.selections(1024)),
-    ("gfx942", "selections, smallest", lambda: _cases.selections(2)),
+    ("gfx942", "selections, typical", lambda: _cases.selections(1024)),
+    ("sm_100", "selections, smallest", lambda: _cases.selections(2)),
     ("sm_90", "head", lambda: _cases.head_statistics(4096, 1024)),
     ("sm_90", "dense", lambda: _cases.dense_layers(256)),
     ("sm_90", "two layers", lambda: _cases.scores((512, 256, 128))),
-    ("sm_80", "fp32", lambda: _cases.scores((512, 256), "fp32")),
+    ("sm_90", "fp32", lambda: (_cases.scores((512, 256), "fp32"), _cases.gradients((512, 256), "fp32"))),
+    ("sm_100", "fp32", lambda: (_cases.scores((512, 256), "fp32"), _cases.gradients((512, 256), "fp32"))),
+    ("sm_100", "two layers", lambda: _cases.scores((512, 256, 128))),
+    ("gfx942", "selections, largest", lambda: _cases.selections(select.MOST_POSITIONS)),
     ("sm_90", "tf32", lambda: _cases.scores((512, 256), "tf32")),
     ("gfx942", "smallest scores", lambda: _cases.scores((16, 1))),
 ]
@@ -76,7 +79,7 @@ def test_every_kernel_compiles_with_its_scalars_equal_to_1() -> None:
         lambda: _cases.gradients((16,)),
         lambda: _cases.head_statistics(2, 16),
     ]
-    names = {launch.name for call in calls for launch, _ in look("sm_90", call, ones=True)}
+    names = {launch.name for call in calls for launch, _ in look("gfx942", call, ones=True)}
     assert "_pairwise_mlp_bwd_half_kernel" in names
 
 

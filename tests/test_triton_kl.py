@@ -81,8 +81,24 @@ def test_a_weight_of_0_silences_an_undefined_alternative() -> None:
         ops.expected_entropy(x, weights, backend="triton"),
         ops.expected_kl(x, weights, base, backend="triton"),
         ops.mixture_entropy(x, weights, backend="triton"),
+        *ops.mixture_stats(x, weights, base, backend="triton"),
     ):
         assert not got[0, 0].isnan()
     x.requires_grad_()
     ops.mixture_entropy(x, weights, backend="triton")[0, 0].backward()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("n_v", [9, 2500], ids=["rows of one tile", "rows of two"])
+def test_one_call_gives_what_three_give(n_v: int) -> None:
+    x, weights, base = case(n_v)
+    base[1, 2, 0] = -INF  # an infinite divergence
+    x[2, 1, 3, 0] = torch.nan
+    got = ops.mixture_stats(x, weights, base, backend="triton")
+    expected = reference.mixture_stats(x.double(), weights.double(), base.double())
+    for name, a, b in zip(got._fields, got, expected, strict=True):
+        torch.testing.assert_close(
+            a, b.float(), rtol=1e-5, atol=4e-6, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert got.expected_kl[1, 2] == INF
+    assert got.mixture_entropy[1, 3].isnan()

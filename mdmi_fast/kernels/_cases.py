@@ -50,6 +50,7 @@ def divergences(n_v: int, dtype: torch.dtype = torch.float32) -> None:
     kl.expected_kl_backward(g, x, w, x[0])
     kl.mixture_entropy(x, w)
     kl.mixture_entropy_backward(g, x, w)
+    kl.mixture_stats(x, w, x[0])
 
 
 def selections(n: int) -> None:

@@ -65,7 +65,8 @@ def row_tile(n_v: int, acc: tl.dtype) -> RowTile:
     elements = ROW_ELEMENTS // 4 if acc == tl.float64 else ROW_ELEMENTS
     columns = min(triton.next_power_of_2(n_v), elements)
     rows = min(elements // columns, 128)
-    return RowTile(rows, columns, Tile(warps=min(8, max(1, rows * columns // 256))))
+    # more elements a thread would spill: 2 float64, 4 float32 where the tile is small
+    return RowTile(rows, columns, Tile(warps=min(8, max(1, rows * columns // (64 if acc == tl.float64 else 128)))))
 
 
 def accumulator(*tensors: Tensor) -> tl.dtype:
@@ -143,7 +144,7 @@ class MatrixTile(NamedTuple):
     tile: Tile
 
 
-_MATRIX = {True: MatrixTile(128, 128, 64, Tile(8, 3)), False: MatrixTile(64, 64, 32, Tile(8, 2))}
+_MATRIX = {True: MatrixTile(128, 128, 64, Tile(8, 3)), False: MatrixTile(64, 64, 16, Tile(8, 2))}
 """By whether the operands are half precision; chosen to fit every target, see `benchmarks/static_report`."""
 
 

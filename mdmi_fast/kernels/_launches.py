@@ -36,20 +36,21 @@ GRADIENT_INPUTS = 128
 """Inputs of the tile of a weight's gradient that one program holds."""
 
 # Half precision: 128 pairs and all outputs of the layer at once, so that activations are formed once and weights are read once
-# for 128 pairs. fp32 has no tensor cores on NVIDIA: small tiles that do not spill. "narrow": at most 128 outputs.
+# for 128 pairs. fp32 has no tensor cores on NVIDIA: 4 warps, because a thread with more sums loads less for each and, with
+# registers for 8 warps, spills on sm_90 and sm_100. "narrow": at most 128 outputs.
 FORWARD = {
     "half": PairTile(8, 16, 64, 256, Tile(8, 3)),
     "half, narrow": PairTile(8, 16, 64, 128, Tile(8, 3)),
     "half, two layers": PairTile(8, 16, 64, 64, Tile(8, 2)),
     "tf32": PairTile(8, 16, 32, 128, Tile(8, 3)),
     "tf32, two layers": PairTile(8, 16, 32, 64, Tile(8, 2), last=128),
-    "fp32": PairTile(8, 8, 32, 64, Tile(8, 1)),
+    "fp32": PairTile(8, 8, 32, 64, Tile(4, 1)),
     "fp32, two layers": PairTile(8, 8, 32, 32, Tile(8, 1), last=64),
 }
 BACKWARD = {
     "half": PairTile(8, 8, 64, 128, Tile(8, 2)),
     "tf32": PairTile(8, 8, 32, 64, Tile(8, 2)),
-    "fp32": PairTile(4, 8, 32, 64, Tile(8, 1)),
+    "fp32": PairTile(4, 8, 32, 64, Tile(4, 1)),
 }
 # Beside a tile of pairs these hold one of a weight's gradient.
 WEIGHTS = {
@@ -64,7 +65,10 @@ SPECIAL = {
     ("forward", "sm_80", "half, two layers"): PairTile(8, 16, 32, 64, Tile(8, 2), last=128),
     # 128 x 256 sums do not fit in registers when they come out of tensor memory
     ("forward", "sm_100", "half"): PairTile(16, 16, 32, 128, Tile(8, 2)),
-    ("forward", "sm_100", "half, two layers"): PairTile(8, 8, 64, 64, Tile(4, 2), last=128),
+    # 256 pairs of a narrow layer fit, and keep the tensor cores busier: more products for each instruction that forms activations
+    ("forward", "sm_100", "half, narrow"): PairTile(16, 16, 64, 128, Tile(8, 3)),
+    ("forward", "gfx942", "half, narrow"): PairTile(16, 16, 64, 128, Tile(8, 2)),
+    ("forward", "sm_100", "half, two layers"): PairTile(8, 16, 32, 64, Tile(8, 2), last=128),
     # three stages take more than its 64 KiB of shared memory
     ("forward", "gfx942", "half"): PairTile(8, 16, 64, 256, Tile(8, 2)),
     ("forward", "gfx942", "tf32"): PairTile(8, 8, 32, 128, Tile(8, 2)),

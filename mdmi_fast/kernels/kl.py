@@ -98,11 +98,11 @@ def _expected_entropy_kernel(
 
 @triton.jit
 def _kl_rows(x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums over whole rows of p (logits x) and q (logits y): top and total of both; cross, the sum of
-    exp(x - top_p) ((x - top_p) - (y - top_q)); and whether p > 0 where q = 0.
+    """Sums over whole rows of p (logits x) and q (logits y): top, total and weighted of p; cross, the sum of
+    exp(x - top_p) ((x - top_p) - (y - top_q)); top and total of q; and whether p > 0 where q = 0.
     """
     nothing, zero = tl.full((ROWS,), -float("inf"), ACC), tl.zeros((ROWS,), ACC)
-    top_p, total_p, cross, top_q, total_q, escaped = nothing, zero, zero, nothing, zero, zero
+    top_p, total_p, weighted, cross, top_q, total_q, escaped = nothing, zero, zero, zero, nothing, zero, zero
     for start in range(0, n_v, COLUMNS):
         columns = start + tl.arange(0, COLUMNS).to(tl.int64)
         within = inside[:, None] & (columns < n_v)[None, :]
@@ -114,15 +114,16 @@ def _kl_rows(x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC: tl.constexpr, ROWS: tl.
         scale_p = tl.exp(shift_p)
         shifted_x, shifted_y = x - base_p[:, None], y - base_q[:, None]
         e = tl.exp(shifted_x)
-        ratio = tl.maximum(shifted_x, LOWEST) - tl.maximum(shifted_y, LOWEST)
-        shift = tl.maximum(shift_p, LOWEST) - tl.maximum(shift_q, LOWEST)
+        log_e, moved = tl.maximum(shifted_x, LOWEST), tl.maximum(shift_p, LOWEST)
+        weighted = scale_p * (weighted + moved * total_p) + tl.sum(e * log_e, 1)
+        ratio, shift = log_e - tl.maximum(shifted_y, LOWEST), moved - tl.maximum(shift_q, LOWEST)
         cross = scale_p * (cross + shift * total_p) + tl.sum(e * ratio, 1)
         total_p = scale_p * total_p + tl.sum(e, 1)
         total_q = tl.exp(shift_q) * total_q + tl.sum(tl.exp(shifted_y), 1)
         infinite = (y == -float("inf")) & (x != -float("inf"))
         escaped = tl.maximum(escaped, tl.max(infinite.to(ACC), 1))
         top_p, top_q = new_p, new_q
-    return top_p, total_p, cross, top_q, total_q, escaped
+    return top_p, total_p, weighted, cross, top_q, total_q, escaped
 
 
 @triton.jit
@@ -164,7 +165,7 @@ def _expected_kl_kernel(
     result = tl.zeros((ROWS,), ACC)
     for i in range(n_k):
         k = tl.cast(i, tl.int64)
-        _, total_p, cross, _, total_q, escaped = _kl_rows(
+        _, total_p, _, cross, _, total_q, escaped = _kl_rows(
             x_ptrs + k * x_k, y_ptrs, inside, n_v, x_v, y_v, ACC, ROWS, COLUMNS
         )
         weight = _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC)
@@ -211,7 +212,9 @@ def _kl_backward_kernel(
     x_ptrs = x_ptr + (row_offset(row, n_inner, x_outer, x_inner) + k * x_k)[:, None]
     y_ptrs = y_ptr + row_offset(row, n_inner, y_outer, y_inner)[:, None]
     dx_ptrs = dx_ptr + (row_offset(row, n_inner, out_outer, out_inner) + k * out_k)[:, None]
-    top_p, total_p, cross, top_q, total_q, escaped = _kl_rows(x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC, ROWS, COLUMNS)
+    top_p, total_p, _, cross, top_q, total_q, escaped = _kl_rows(
+        x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC, ROWS, COLUMNS
+    )
     kl = _kl_value(total_p, cross, total_q, escaped)
     grad = tl.load(grad_ptr + row, mask=inside, other=0.0).to(ACC)
     weight = _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC)
@@ -303,6 +306,18 @@ def _norms_kernel(
     tl.store(sums_ptr + n_rows.to(tl.int64) * n_k + k * n_rows + row, total, mask=inside)
 
 
+@triton.jit
+def _share(weight, x, top, total):
+    """What an alternative adds to the mixture on a tile of its logits."""
+    return _silenced(weight[:, None], tl.exp(x - top[:, None]) / defined(total)[:, None])
+
+
+@triton.jit
+def _slope(mixture):
+    """-log of the mixture, 0 where that is 0."""
+    return tl.where(mixture == 0, 0.0, -tl.log(mixture))
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def _mixture_kernel(
     x_ptr,
@@ -346,13 +361,71 @@ def _mixture_kernel(
                 top = tl.load(sums_ptr + k * n_rows + row, mask=inside, other=0.0)
                 total = tl.load(sums_ptr + size + k * n_rows + row, mask=inside, other=1.0)
             weight = _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC)
-            mixture += _silenced(weight[:, None], tl.exp(x - top[:, None]) / defined(total)[:, None])
-        slope = tl.where(mixture == 0, 0.0, -tl.log(mixture))
+            mixture += _share(weight, x, top, total)
+        slope = _slope(mixture)
         if slope_ptr is not None:
             tl.store(slope_ptr + row[:, None] * n_v + columns[None, :], slope, mask=within)
         h += tl.sum(tl.where(within, mixture * slope, 0.0), 1)
     if out_ptr is not None:
         tl.store(out_ptr + row, h.to(tl.float32), mask=inside)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _mixture_stats_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    sums_ptr,
+    mixture_ptr,
+    entropy_ptr,
+    kl_ptr,
+    n_rows,
+    n_inner,
+    n_k,
+    n_v,
+    x_outer,
+    x_inner,
+    x_k,
+    x_v,
+    w_outer,
+    w_inner,
+    w_k,
+    y_outer,
+    y_inner,
+    y_v,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Expected entropy and KL, and the mixture's entropy of rows of one tile, which is still in the cache when it is added to the
+    mixture; of longer rows what `_mixture_kernel` needs, fields [2, K, row] of sums_ptr.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < n_rows
+    x_ptrs = x_ptr + row_offset(row, n_inner, x_outer, x_inner)[:, None]
+    y_ptrs = y_ptr + row_offset(row, n_inner, y_outer, y_inner)[:, None]
+    columns = tl.arange(0, COLUMNS).to(tl.int64)
+    within = inside[:, None] & (columns < n_v)[None, :]
+    entropy, kl, mixture = tl.zeros((ROWS,), ACC), tl.zeros((ROWS,), ACC), tl.zeros((ROWS, COLUMNS), ACC)
+    for i in range(n_k):
+        k = tl.cast(i, tl.int64)
+        top, total, weighted, cross, _, total_q, escaped = _kl_rows(
+            x_ptrs + k * x_k, y_ptrs, inside, n_v, x_v, y_v, ACC, ROWS, COLUMNS
+        )
+        weight = _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC)
+        entropy += _silenced(weight, entropy_of(total, weighted))
+        kl += _silenced(weight, _kl_value(total, cross, total_q, escaped))
+        if sums_ptr is None:
+            x = load_logits(x_ptrs + k * x_k + columns[None, :] * x_v, within, ACC)
+            mixture += _share(weight, x, top, total)
+        else:
+            tl.store(sums_ptr + k * n_rows + row, top, mask=inside)
+            tl.store(sums_ptr + (n_k + k) * n_rows + row, total, mask=inside)
+    tl.store(entropy_ptr + row, entropy.to(tl.float32), mask=inside)
+    tl.store(kl_ptr + row, kl.to(tl.float32), mask=inside)
+    if sums_ptr is None:
+        h = tl.sum(tl.where(within, mixture * _slope(mixture), 0.0), 1)
+        tl.store(mixture_ptr + row, h.to(tl.float32), mask=inside)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -498,12 +571,18 @@ def kl_divergence_backward(grad: Tensor, p_logits: Tensor, q_logits: Tensor) -> 
     return d_p.squeeze(0), d_q
 
 
+def _mixture_sums(x: Tensor, acc: tl.dtype) -> Tensor | None:
+    """Room for the sums of alternatives [2, K, row] of a view [outer, inner, K, V]; rows of one tile need none."""
+    n_rows, _, n_k, n_v = _sizes(x)
+    if n_v <= row_tile(n_v, acc).columns:
+        return None
+    return torch.empty(2, n_k, n_rows, dtype=torch_dtype(acc), device=x.device)
+
+
 def _mixture(x: Tensor, w: Tensor, out: Tensor | None, slope: Tensor | None, acc: tl.dtype) -> None:
     """Entropy or slope of the mixture of a view [outer, inner, K, V]."""
-    n_rows, _, n_k, n_v = _sizes(x)
-    tile, sums = row_tile(n_v, acc), None
-    if n_v > tile.columns:
-        sums = torch.empty(2, n_k, n_rows, dtype=torch_dtype(acc), device=x.device)
+    tile, sums = row_tile(x.shape[-1], acc), _mixture_sums(x, acc)
+    if sums is not None:
         _launch(_norms_kernel, x, acc, tile, x, sums, *_sizes(x), *_alternatives(x), per_alternative=True)
     args = (x, w, sums, out, slope, *_sizes(x), *_alternatives(x), *_weighted(w))
     _launch(_mixture_kernel, x, acc, tile, *args)
@@ -529,3 +608,19 @@ def mixture_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> T
         args = (x, w, slope, g, out, *_sizes(x), *_alternatives(x), *_weighted(w), *_alternatives(out)[:3])
         _launch(_mixture_backward_kernel, x, acc, tile, *args, per_alternative=True)
     return dx
+
+
+def mixture_stats(logits: Tensor, weights: Tensor, base_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    shape = base_logits.shape[:-1]
+    mixture, entropy, kl = (torch.empty(shape, dtype=torch.float32, device=logits.device) for _ in range(3))
+    acc = accumulator(logits, weights, base_logits)
+    tile = row_tile(logits.shape[-1], acc)
+    rows = (weights.movedim(0, -1), base_logits, mixture, entropy, kl)
+    for x, w, y, *out in _views(shape, logits, *rows):
+        sums = _mixture_sums(x, acc)
+        strides = (*_alternatives(x), *_weighted(w), *row_strides(y), y.stride(2))
+        _launch(_mixture_stats_kernel, x, acc, tile, x, w, y, sums, *out, *_sizes(x), *strides)
+        if sums is not None:
+            args = (x, w, sums, out[0], None, *_sizes(x), *_alternatives(x), *_weighted(w))
+            _launch(_mixture_kernel, x, acc, tile, *args)
+    return mixture, entropy, kl

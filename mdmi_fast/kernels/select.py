@@ -265,10 +265,13 @@ def _color_kernel(
 _EXACT = _common.Tile(warps=4, fusion=False)
 
 
-def _one_program(n: int) -> tuple[int, _common.Tile]:
-    """Positions and warps of the program of a sequence."""
+def _one_program(n: int, device: torch.device) -> tuple[int, _common.Tile]:
+    """Positions and warps of the program of a sequence: 8 positions a thread, and at most 512 threads, because the registers of
+    1024 spill on gfx942.
+    """
     block = max(32, triton.next_power_of_2(n))
-    return block, _common.Tile(warps=min(max(block // 256, 1), 16), fusion=False)
+    threads = 64 if _common.target_name(device) == "gfx942" else 32  # of a warp
+    return block, _common.Tile(warps=min(max(block // (8 * threads), 1), 512 // threads), fusion=False)
 
 
 def _mask_strides(mask: Tensor | None) -> tuple[int, int]:
@@ -313,7 +316,7 @@ def select_budget(
     batch, n = entropy.shape
     selected, spent = _empty(entropy)
     undefined = _check(entropy, mi, mask, 0.0, None)
-    block, tile = _one_program(n)
+    block, tile = _one_program(n, mi.device)
     strides = (*_mask_strides(mask), *entropy.stride(), *mi.stride())
     args = (entropy, mi, mask, _on_device(gamma, entropy.device), undefined, selected, spent, lam, entropy_weight)
     _common.launch(
@@ -338,7 +341,7 @@ def select_threshold(
     batch, n = entropy.shape
     selected, spent = _empty(entropy)
     undefined = _check(entropy, mi, mask, 0.0, None)
-    block, tile = _one_program(n)
+    block, tile = _one_program(n, mi.device)
     strides = (*_mask_strides(mask), *entropy.stride(), *mi.stride())
     most = n if limit is None else min(limit, n)
     args = (entropy, mi, mask, undefined, selected, spent, tau, n, most, *strides)
@@ -351,7 +354,7 @@ def color(mi: Tensor, tau: float, mask: Tensor | None) -> Tensor:
     group = torch.empty((batch, n), dtype=torch.int64, device=mi.device)
     degree = torch.empty((batch, n), dtype=torch.int32, device=mi.device)
     undefined = _check(None, mi, mask, tau, degree)
-    block, tile = _one_program(n)
+    block, tile = _one_program(n, mi.device)
     args = (mi, mask, undefined, degree, group, tau, n, *_mask_strides(mask), *mi.stride())
     _common.launch(_color_kernel, batch, tile, *args, BLOCK=block)
     return group
