@@ -97,9 +97,7 @@ def _antibody(name: str, most: float) -> Workload:
             "MI step": lambda batches: _mi_step(batches, MIBudget(scorer, gamma, entropy_weight=0.0)),
             FORWARD: lambda batches: [model(one.tokens) for one in batches],
         },
-        expected=lambda batches: torch.cat(
-            [sudoku.expected_selection(scorer, one, gamma, 0.0) for one in batches]
-        ),
+        expected=lambda batches: torch.cat([sudoku.expected_selection(scorer, one, gamma, 0.0) for one in batches]),
         read=lambda batches, found: torch.cat([sudoku.flat(one) for one in found]),
         tolerance=0.0,
         share_of=(FORWARD, most),
