@@ -463,7 +463,8 @@ def test_padding_is_neither_probed_nor_labelled() -> None:
 
 def test_no_sequences_give_no_labels() -> None:
     labels = label_mi(random_table(3, 2), torch.zeros(0, 3, dtype=torch.int64))
-    assert [tuple(field.shape) for field in labels] == [(0, 3, 3), (0, 3), (0, 3, 3), (0,), (0,), (0, 3, 3)]
+    assert [tuple(field.shape) for field in labels] == [(0, 3, 3), (0, 3), (0, 3, 3), (0,), (0,)]
+    assert labels.standard_error.shape == (0, 3, 3)
 
 
 @pytest.mark.parametrize(
