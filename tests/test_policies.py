@@ -194,6 +194,28 @@ def test_mi_budget_asks_an_estimator_and_agrees_with_its_predictions(numbers: Pa
             assert asked[1] == pytest.approx(told[1])
 
 
+def test_estimators_that_read_the_marginals_are_handed_them(numbers: Pass) -> None:
+    estimator = PairwiseMIEstimator(WIDTH, layers=(4,), marginals="summary", output="bounded").eval()
+    with torch.no_grad():
+        mi = estimator(numbers.hidden, numbers.mask, numbers.stats)
+    rules: list[Any] = [
+        lambda source: MIBudget(source, 0.5),
+        lambda source: MIBudget(source, 0.5, order="cheapest"),
+        lambda source: MIThreshold(source, 0.05),
+        lambda source: Coloring(source, 0.05),
+        lambda source: MIThreshold(Shuffled(source), 0.05),
+    ]
+    for rule in rules:
+        for step in (
+            Step(2, memory=Memory(), seeds=torch.arange(ROWS)),
+            *(() if "Coloring" in repr(rule(0)) else (2,)),
+        ):
+            selection = rule(estimator).select(numbers.stats, numbers.hidden, numbers.mask, step)
+            known = Step(2, memory=Memory(), seeds=getattr(step, "seeds", None))
+            expected = rule(Given(mi)).select(numbers.stats, numbers.hidden, numbers.mask, known)
+            assert selection.selected.equal(expected.selected)
+
+
 def test_random_takes_k_at_random(numbers: Pass) -> None:
     counts = torch.zeros(LENGTH)
     for index in range(300):
@@ -330,7 +352,9 @@ def test_negative_and_undefined_settings_are_refused(make: Any, value: float) ->
         (lambda: Coloring(Given(torch.zeros(0)), 1.0, replan=0), ValueError, "replan must be at least 1"),
         (lambda: AttentionGraph(1.0, limit=0), ValueError, "limit must be at least 1"),
         (lambda: Schedule(math.inf, 0.0), ValueError, "start must be a finite number"),
-        (lambda: EntropyBound(torch.ones(2, 2)), ValueError, "gamma must be numbers of at least 0, one a sequence"),
+        (lambda: EntropyBound(torch.ones(2, 2)), ValueError, r"gamma must be a float, or a tensor \[B\] with a number"),
+        (lambda: MIThreshold(Given(torch.zeros(0)), torch.tensor(0.5)), ValueError, r"tau must be .*, got shape \(\)"),
+        (lambda: EntropyBound(-torch.ones(2)), ValueError, "gamma must be numbers of at least 0, one a sequence"),
         (lambda: Probing("total"), ValueError, "form must be one of"),
         (lambda: Probing(batch_size=0), ValueError, "batch_size must be at least 1"),
     ],
@@ -395,8 +419,14 @@ def test_limits_may_be_given_one_a_sequence(numbers: Pass) -> None:
         # Where sequences are numbered, theirs counts.
         turned, _ = numbers.select(make(limits.flip(0)), Step(0, sequences=torch.arange(ROWS).flip(0)))
         assert turned == selected
-        with pytest.raises(ValueError, match=f"a number for each of {ROWS} sequences, got 1"):
-            numbers.select(make(limits[:1]))
+        for wrong in (limits[:1], torch.cat([limits, limits[:1]])):
+            with pytest.raises(ValueError, match=f"a number for each of {ROWS} sequences, got {len(wrong)}"):
+                numbers.select(make(wrong))
+        # Of a decode all sequences count, whether they are still there or not.
+        step = Step(3, sequences=torch.arange(ROWS), count=ROWS + 1)
+        with pytest.raises(ValueError, match=f"a number for each of {ROWS + 1} sequences, got {ROWS}"):
+            numbers.select(make(limits), step)
+        assert numbers.select(make(torch.cat([limits, limits[:1]])), step)[0] == selected
 
 
 # --- rules that look at more than one pass

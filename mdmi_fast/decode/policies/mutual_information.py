@@ -136,8 +136,9 @@ class _PairRule(Rule):
     limit: int | None
 
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
+        step = Step.with_stats(step, stats)
         known: Tensor | None = None
-        notes = getattr(step, "notes", None)
+        notes = step.notes
         if notes is not None:
             known = notes["mi"] = pairwise_mi(self.mi, hidden, mask, step)
         if self.lazy == 0:
@@ -312,12 +313,13 @@ class Coloring(Rule):
 
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
         memory: Memory = self._of_step(step, "memory")
+        step = Step.with_stats(step, stats)
         fresh = (mask.new_full(mask.shape, -1, dtype=torch.int64), mask.new_zeros(len(mask), dtype=torch.int64))
         group, age = memory.get(self, fresh)
         outdated = (mask & (group < 0)).any(dim=-1)
         if self.replan is not None:
             outdated |= age >= self.replan
-        notes = getattr(step, "notes", None)
+        notes = step.notes
         if notes is not None:
             notes["mi"] = pairwise_mi(self.mi, hidden, mask, step)
         if bool(outdated.any()):
