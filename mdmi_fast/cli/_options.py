@@ -30,18 +30,18 @@ policies (SPEC):
                                since the last pass
   attention-graph:TAU[,limit=N]
                                positions that attend to each other by less than TAU, for
-                               models that give attention
-  mi-budget:GAMMA[,lam=X][,entropy_weight=X][,order=entropy|cheapest][,limit=N][,lazy=N]
+                               models of transformers
+  mi-budget:GAMMA[,lam=X][,entropy_weight=X][,order=entropy|cheapest][,limit=N][,lazy=N][,most=N]
                                greedy: entropy_weight * entropy + lam * sum(MI to those
                                chosen) within GAMMA nats; entropy_weight=0 for sampling
-  mi-threshold:TAU[,limit=N][,lazy=N]
+  mi-threshold:TAU[,limit=N][,lazy=N][,most=N]
                                positions that share less than TAU nats pairwise
   coloring:TAU[,replan=N]      the same, planned ahead as groups, again after N passes
 """
 POLICY_NOTES = """\
 or FILE.json, what `mdmi-fast tune` has chosen.
 EPSILON, GAMMA and the TAU of mi-threshold may be START..END: from all masked to none.
-lazy=N: with at most N masked, MI is not asked for; min(entropies) stands in for it.
+lazy=N: with at most N masked, MI is not asked for; min(entropies) stands in for it. most=N: with more.
 """
 MODEL_HELP = "a model by name, such as sudoku or sudoku:weak"
 DATA_HELP = 'a file, or - for standard input: a JSON object {"tokens": [...]} a line, or puzzles for sudoku models'
