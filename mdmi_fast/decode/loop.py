@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,8 @@ def decode(
     Args:
         model: the masked model. A field `attention` [B, N, N] of its output, if there is one, goes to the policy. Of
             tokens in its attribute `never`, if it has one, the logits are -inf already. What it returns is not written to.
+            Its method `token_stats`, if it has one, is called instead where statistics are all that is read: at temperature
+            0, with every token allowed and none suppressed, by a policy whose `reads_stats_only` is True.
         tokens: [B, N] int64, `model.mask_token_id` where masked. Sequences of unequal lengths are padded on either side.
         policy: which positions to unmask in a pass.
         temperature: 0 writes the most probable token; above, tokens are drawn from softmax(logits / temperature).
@@ -138,7 +140,9 @@ def decode(
         confidence=torch.zeros(tokens.shape, device=tokens.device),
         revised=torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device),
     )
-    eyes = _Eyes(model, Vocabulary.of(model, tokens, suppressed, allowed))
+    vocabulary = Vocabulary.of(model, tokens, suppressed, allowed)
+    stats_will_do = temperature == 0 and vocabulary.is_free and getattr(policy, "reads_stats_only", False)
+    eyes = _Eyes(model, vocabulary, getattr(model, "token_stats", None) if stats_will_do else None)
     draw = _Draw(temperature, top_k, top_p, gumbel)
     stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=tokens.device)
 
@@ -244,23 +248,24 @@ class _Seen(NamedTuple):
     """What a pass shows.
 
     Attributes:
-        logits: [R, N, V], as the model gave them.
+        logits: [R, N, V], as the model gave them; None if it was asked for statistics.
         stats: every field [R, N], of what may be written.
         hidden: [R, N, D].
         attention: [R, N, N], or None.
     """
 
-    logits: Tensor
+    logits: Tensor | None
     stats: TokenStats
     hidden: Tensor
     attention: Tensor | None
 
 
 class _Eyes(NamedTuple):
-    """The model, with what may be written."""
+    """The model, with what may be written, and its way to statistics without logits where that is gone."""
 
     model: MaskedModel
     vocabulary: Vocabulary
+    token_stats: Callable[..., Any] | None
 
     def look(self, rows: _Rows, tokens: Tensor, mask: Tensor) -> _Seen:
         """Run the model on tokens [R, N].
@@ -268,8 +273,13 @@ class _Eyes(NamedTuple):
         Raises:
             ValueError: for logits that give no distribution where mask [R, N] is True.
         """
-        output = self.model(tokens) if rows.visible is None else self.model(tokens, rows.visible)
-        stats = self.vocabulary.stats(output.logits, rows.sequence)
+        given = (tokens,) if rows.visible is None else (tokens, rows.visible)
+        if self.token_stats is None:
+            output: Any = self.model(*given)
+            logits, stats = output.logits, self.vocabulary.stats(output.logits, rows.sequence)
+        else:
+            output = self.token_stats(*given)
+            logits, stats = None, output.stats
         broken = stats.entropy.isnan() & mask
         if bool(broken.any()):
             row, position = broken.nonzero()[0].tolist()
@@ -277,7 +287,7 @@ class _Eyes(NamedTuple):
                 f"decode: the model's logits at sequence {int(rows.sequence[row])}, position {position} give no "
                 "distribution (NaN, +inf, or -inf for every token that may be written)"
             )
-        return _Seen(output.logits, stats, output.hidden, getattr(output, "attention", None))
+        return _Seen(logits, stats, output.hidden, getattr(output, "attention", None))
 
 
 class _Draw(NamedTuple):
@@ -289,10 +299,16 @@ class _Draw(NamedTuple):
     gumbel: bool
 
     def __call__(
-        self, vocabulary: Vocabulary, logits: Tensor, stats: TokenStats, selected: Tensor, rows: _Rows, index: int
+        self,
+        vocabulary: Vocabulary,
+        logits: Tensor | None,
+        stats: TokenStats,
+        selected: Tensor,
+        rows: _Rows,
+        index: int,
     ) -> Tensor:
         """The sequences' tokens [R, N] with the selected positions written."""
-        if self.temperature == 0:
+        if logits is None or self.temperature == 0:
             return torch.where(selected, stats.token, rows.tokens)
         luck = uniform(rows.seeds, index, 0, rows.place)
         row, position = selected.nonzero(as_tuple=True)
@@ -308,7 +324,7 @@ class _Draw(NamedTuple):
 
 
 def _lost_their_place(
-    eyes: _Eyes, draw: _Draw, rows: _Rows, written: Tensor, doubted: Tensor, logits: Tensor, index: int
+    eyes: _Eyes, draw: _Draw, rows: _Rows, written: Tensor, doubted: Tensor, logits: Tensor | None, index: int
 ) -> Tensor:
     """[R, N] bool: of the doubted positions those whose token does not stand against what else was written."""
     lost = torch.zeros_like(doubted)
@@ -321,12 +337,12 @@ def _lost_their_place(
         return log_probability(eyes.vocabulary.restrict(found, sequence, position), token, draw.temperature)
 
     # Read before the model runs again, which may answer into the same memory.
-    before = log_p(logits[row, position]) if draw.temperature > 0 else None
+    before = None if logits is None or draw.temperature == 0 else log_p(logits[row, position])
     again = doubted.any(dim=-1)
     looked_at = doubted[again]
     now = eyes.look(rows.of(again), written[again].masked_fill(looked_at, eyes.model.mask_token_id), looked_at)
     own_row = looked_at.nonzero(as_tuple=True)[0]
-    if before is None:
+    if before is None or now.logits is None:
         return lost.masked_scatter(doubted, now.stats.token[own_row, position] != token)
     # Steps below 0 are the passes that verify: numbers of their own.
     luck = uniform(rows.seeds, -1 - index, 0, rows.place)[row, position]

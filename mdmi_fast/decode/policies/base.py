@@ -34,7 +34,7 @@ class Step(int):
     Attributes:
         model: the model being decoded (for probing).
         tokens: [B, N] int64, the state of the pass (for probing).
-        logits: [B, N, V], what the model said (for `Stability`).
+        logits: [B, N, V], what the model said (for `Stability`); None where `reads_stats_only`, if the model can do without.
         stats: of the logits, every field [B, N] (for estimators that read the marginals).
         attention: [B, N, N], attention between positions (for `AttentionGraph`).
         seeds: [B] int64, one a sequence (for randomness that does not depend on the batch).
@@ -111,6 +111,11 @@ class Policy(Protocol):
 
 class Rule(ABC):
     """A policy of this package. Its `select` takes tensors of any device, numpy arrays and DLPack objects."""
+
+    @property
+    def reads_stats_only(self) -> bool:
+        """Whether statistics and hidden states are all it reads of a pass: the model then need not make logits."""
+        return True
 
     def select(self, stats: TokenStats, hidden: Any, mask: Any, step: int) -> Selection:
         """Name the positions to unmask; as `Policy.select`.

@@ -34,6 +34,10 @@ class Stability(Rule):
         at_least("Stability", "kl", self.kl, 0.0)
         at_least("Stability", "confidence", self.confidence, 0.0)
 
+    @property
+    def reads_stats_only(self) -> bool:
+        return False
+
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
         logits: Tensor = self._of_step(step, "logits")
         memory: Memory = self._of_step(step, "memory")
@@ -68,6 +72,10 @@ class AttentionGraph(Rule):
         at_least("AttentionGraph", "tau", self.tau, 0.0)
         if self.limit is not None:
             check.whole("AttentionGraph", "limit", self.limit, 1)
+
+    @property
+    def reads_stats_only(self) -> bool:
+        return False
 
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
         attention: Tensor | None = getattr(step, "attention", None)

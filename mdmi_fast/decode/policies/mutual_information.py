@@ -207,6 +207,10 @@ class _PairRule(Rule):
     most: int | None
     limit: int | None
 
+    @property
+    def reads_stats_only(self) -> bool:
+        return not getattr(self.mi, "needs_step", False)
+
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
         step = Step.with_stats(step, stats)
         known: Tensor | None = None
@@ -392,6 +396,10 @@ class Coloring(Rule):
         at_least("Coloring", "tau", self.tau, 0.0)
         if self.replan is not None:
             check.whole("Coloring", "replan", self.replan, 1)
+
+    @property
+    def reads_stats_only(self) -> bool:
+        return not getattr(self.mi, "needs_step", False)
 
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
         memory: Memory = self._of_step(step, "memory")
