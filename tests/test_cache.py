@@ -138,7 +138,7 @@ def test_mutual_information_from_marginals_of_other_tokens_is_another_entry() ->
     output = model(STATES)
     fewer = output.logits.index_fill(-1, torch.tensor([0]), -torch.inf)
     for logits in (output.logits, fewer, fewer):
-        step = Step(0, model=model, tokens=STATES, logits=logits)
+        step = Step(0, model=model, tokens=STATES, stats=ops.token_stats(logits))
         assert torch.equal(cached(output.hidden, mask, step), source(output.hidden, mask, step))
 
 

@@ -206,6 +206,19 @@ def test_sudoku_reads_standard_input_and_prints_json(run: Run, monkeypatch: pyte
     assert len(row["solution"]) == 81
 
 
+def test_sudoku_decodes_as_the_policy_of_a_file_was_chosen(run: Run, easy: Path, tmp_path: Path) -> None:
+    choice = tmp_path / "choice.json"
+    choice.write_text(json.dumps({"policy": "topk:81", "options": {"temperature": 0.0, "block_size": 27}}))
+
+    def passes(*more: object) -> list[int]:
+        report = json.loads(run("sudoku", easy, "--json", "--policy", choice, *more)[1])
+        assert report.get("block_size") == (None if more else 27)
+        return [row["passes"] for row in report["puzzles"]]
+
+    assert min(passes()) > 1
+    assert passes("--temperature", "0.5") == [1] * len(EASY)  # what is said here wins over the file
+
+
 def test_sudoku_draws_grids(run: Run, easy: Path) -> None:
     code, out, _ = run("sudoku", easy, "--grid")
     assert code == 0

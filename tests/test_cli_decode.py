@@ -241,11 +241,12 @@ def test_tune_judges_by_the_model_or_by_known_answers(run: Run, tmp_path: Path) 
     assert code == 0, err
     assert "0.4000" in out.splitlines()[1]
     assert "0.5000" in run(*tune, "--quality", "accuracy")[1].splitlines()[1]
-    data.write_text(lines_of({"tokens": [4, 4], "target": [1]}))
-    assert (
-        run(*tune, "--quality", "accuracy")[2]
-        == f'{data}: accuracy needs "target": [...] as long as "tokens" in every record\n'
-    )
+    for target in ([1], [1, 2.5], [1, True], "12"):
+        data.write_text(lines_of({"tokens": [4, 4], "target": target}))
+        assert (
+            run(*tune, "--quality", "accuracy")[2]
+            == f'{data}: accuracy needs "target": [...] of integers, as many as "tokens", in every record\n'
+        )
     data.write_text(lines_of({"tokens": [1, 1]}))
     assert run(*tune)[2] == f"{data}: holds no sequence with a masked position\n"
 

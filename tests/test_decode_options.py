@@ -31,6 +31,7 @@ from mdmi_fast.decode import (
     receipt,
     replay,
     sample,
+    vocabulary,
 )
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
@@ -233,7 +234,54 @@ def test_the_mask_token_is_never_written() -> None:
     assert model.logits[0] > -1  # what belongs to the model is as it was
 
 
-def test_models_that_answer_in_inference_mode_are_not_written_to() -> None:
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_model_returns_is_not_written_to(temperature: float) -> None:
+    class Keeping(Fixed):
+        """Answers from memory, where the next decode finds its answer again."""
+
+        kept = torch.tensor([0.6, 0.3, 0.06, 0.04]).log().repeat(4, 3, 1)
+
+        def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+            return MaskedOutput(self.kept[: len(tokens)], torch.zeros(*tokens.shape, 1))
+
+    model, tokens = Keeping(torch.ones(4)), torch.zeros(4, 3, dtype=torch.int64)
+    before = model.kept.clone()
+    allowed = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [0, 1, 1, 0]], dtype=torch.bool)
+    written = decode(
+        model,
+        tokens,
+        TopK(2),
+        temperature=temperature,
+        suppressed=[2],
+        allowed=allowed,
+        verify=True,
+        remask_below=0.5,
+        seeds=torch.arange(4),
+    ).tokens
+    assert (written[:, 0] == 3).all()
+    assert (written[:, 2] == 1).all()
+    assert model.kept.equal(before)
+
+
+def test_restrictions_are_made_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = Fixed(torch.rand(9, generator=torch.Generator().manual_seed(1))), torch.zeros(6, 5).long()
+    options: dict[str, Any] = {"seeds": torch.arange(6), "temperature": 1.0, "suppressed": [1, 7]}
+    options["allowed"] = torch.rand(6, 5, 9, generator=torch.Generator().manual_seed(2)) < 0.7
+    whole = decode(model, tokens, Random(2), **options, trace=True)
+    monkeypatch.setattr(vocabulary, "_TILE", 30)  # three positions
+    parts = decode(model, tokens, Random(2), **options, trace=True)
+    assert parts.tokens.equal(whole.tokens)
+    assert all(a.entropy.equal(b.entropy) for a, b in zip(parts.trace or [], whole.trace or [], strict=True))
+    assert options["allowed"].gather(-1, whole.tokens.unsqueeze(-1)).all()
+
+
+def test_tokens_that_a_model_rules_out_itself_are_left_to_it() -> None:
+    model = Fixed(torch.tensor([0.5, 0.3, 0.2]))
+    model.never = torch.tensor([0])  # type: ignore[attr-defined] # which is a lie
+    assert (decode(model, torch.zeros(1, 2, dtype=torch.int64), All()).tokens == 0).all()
+
+
+def test_models_that_answer_in_inference_mode_are_decoded() -> None:
     class Inference(Fixed):
         @torch.inference_mode()
         def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
@@ -307,6 +355,15 @@ def test_a_stop_token_ends_its_sequence() -> None:
     result = decode(model, tokens[:1], Sequential(), stop_tokens=[2], block_size=1)
     assert result.tokens.tolist() == [[1, 2, 2, 2, 2]]
     assert result.passes.tolist() == [2]
+    # Where a position may not hold the stop it is decoded as usual, whether the stop comes before or after it.
+    allowed = torch.ones(5, 6, dtype=torch.bool)
+    allowed[4, 3] = False
+    for policy in (Sequential(), All()):
+        result = decode(model, tokens[:1], policy, stop_tokens=[3], allowed=allowed)
+        assert result.tokens.tolist() == [[1, 2, 3, 3, 5]]
+    result = decode(model, tokens[:1], Sequential(), stop_tokens=[3], allowed=allowed, block_size=1)
+    assert result.tokens.tolist() == [[1, 2, 3, 3, 5]]
+    assert result.passes.tolist() == [4]
     with pytest.raises(ValueError, match=r"stop_tokens must be tokens in 0\.\.5, got 6"):
         decode(model, tokens, All(), stop_tokens=[6])
 

@@ -228,16 +228,16 @@ def test_marginals_join_the_state(marginals: Marginals, fields: int) -> None:
     assert predict(estimator, hidden, mask, stats).equal(expected)
 
 
-def test_a_step_with_logits_gives_the_marginals() -> None:
+def test_a_step_with_statistics_gives_the_marginals() -> None:
     estimator, (hidden, mask) = make("concat", marginals="summary"), batch()
-    logits = torch.randn(*mask.shape, 5)
+    stats = ops.token_stats(torch.randn(*mask.shape, 5))
     step = Step(3)
-    step.logits = logits  # type: ignore[attr-defined]
+    step.stats = stats  # type: ignore[attr-defined]
     assert estimator.needs_step
     assert not make("concat").needs_step
-    assert predict(estimator, hidden, mask, step).equal(predict(estimator, hidden, mask, ops.token_stats(logits)))
+    assert predict(estimator, hidden, mask, step).equal(predict(estimator, hidden, mask, stats))
     for nothing in (None, 3):
-        with pytest.raises(TypeError, match=r"stats must be ops\.token_stats\(logits\) or a Step with logits, got"):
+        with pytest.raises(TypeError, match=r"stats must be ops\.token_stats\(logits\) or a Step with stats, got"):
             predict(estimator, hidden, mask, nothing)
 
 

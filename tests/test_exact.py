@@ -221,6 +221,16 @@ def test_the_impossible_and_other_lengths_are_refused(tokens: list[int], message
         JointTable(torch.eye(2)[:, :, None] * torch.tensor([1.0, 0.0]))(torch.tensor([tokens]))
 
 
+@pytest.mark.parametrize("positions", [(), (0, 0), (3,), (-1,), (5,)])
+def test_positions_that_are_none_of_the_sequence_or_not_distinct_are_refused(positions: tuple[int, ...]) -> None:
+    models: list[ExactModel] = [xor_triple(), MarkovChain(torch.ones(2), torch.ones(2, 2), length=7)]
+    for model in models:
+        with pytest.raises(ValueError, match=r"positions must be distinct and of 0\.\.2, at least one, got \("):
+            model.entropy(torch.tensor([2, 2, 2]), positions)
+    with pytest.raises(ValueError, match="JointTable: positions must be distinct"):
+        xor_triple().marginal(torch.tensor([2, 2, 2]), positions)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

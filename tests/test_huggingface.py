@@ -13,7 +13,19 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mdmi_fast import MaskedModel, TopK, decode, load_model, ops
+from mdmi_fast import (
+    EntropyBound,
+    MaskedModel,
+    MIBudget,
+    MIThreshold,
+    PairwiseMIEstimator,
+    Sequential,
+    TopK,
+    decode,
+    load_model,
+    ops,
+)
+from mdmi_fast.decode import AttentionGraph, Policy, Stability
 from mdmi_fast.models.huggingface import HuggingFaceModel
 
 V, MASK, PAD, START, END = 30, 4, 0, 2, 3
@@ -205,6 +217,66 @@ def test_decoding_fills_every_mask_with_tokens_that_may_be_decoded(architecture:
     assert (result.tokens != MASK).all()
     filled = result.tokens[tokens == MASK]
     assert (filled >= 5).all()
+
+
+def test_attention_graphs_decode_a_model_that_shows_its_attention(tmp_path: Path) -> None:
+    tiny("bert").save_pretrained(tmp_path)
+    model: Any = load_model(f"hf:{tmp_path}", attention="eager")
+    tokens = sentences(4, 9)
+    tokens[:, 1:8:2] = MASK
+    lengths = torch.tensor([9, 7, 9, 4])
+    visible = torch.arange(9) < lengths[:, None]
+    output = model(tokens, visible)
+    assert output.attention.shape == (4, 9, 9)
+    for row, length in enumerate(lengths.tolist()):
+        late = model.attentions(tokens[row : row + 1, :length])[1:]  # of three layers
+        torch.testing.assert_close(output.attention[row, :length, :length], late.mean(dim=(0, 2))[0])
+        assert not output.attention[row, length:].any()
+        assert not output.attention[row, :, length:].any()
+    right = decode(model, tokens, AttentionGraph(0.13), attention_mask=visible, trace=True)
+    assert int(right.passes.min()) == 1 < int(right.passes.max())  # some positions attend to each other, some do not
+    turned = torch.stack([row.roll(9 - length) for row, length in zip(tokens, lengths.tolist(), strict=True)])
+    left = decode(model, turned, AttentionGraph(0.13), attention_mask=visible.flip(1))
+    for row, length in enumerate(lengths.tolist()):
+        alone = decode(model, tokens[row : row + 1, :length], AttentionGraph(0.13))
+        assert alone.tokens[0].equal(right.tokens[row, :length])
+        assert alone.tokens[0].equal(left.tokens[row, 9 - length :])
+        assert alone.passes[0] == right.passes[row] == left.passes[row]
+    with pytest.raises(ValueError, match=r'AttentionGraph: step must be .* loaded with attention="eager"'):
+        decode(load_model(f"hf:{tmp_path}"), tokens, AttentionGraph(0.13))
+
+
+def test_greedy_decoding_needs_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = HuggingFaceModel(tiny("bert")), sentences(5, 12)
+    estimator = PairwiseMIEstimator(model.hidden_size, layers=(8,)).eval()
+    rules = (Sequential(), EntropyBound(4.0), MIBudget(estimator, 4.0), MIThreshold(estimator, 0.7))
+    stats_only: list[int] = []
+    plain = HuggingFaceModel.token_stats
+    monkeypatch.setattr(HuggingFaceModel, "token_stats", lambda *given: stats_only.append(1) or plain(*given))
+    for policy in rules:
+        found = decode(model, tokens, policy, verify=True)
+        assert stats_only
+        stats_only.clear()
+        # Whoever wraps a policy may read anything: logits are made as ever.
+        expected = decode(model, tokens, Wrapped(policy), verify=True)
+        assert found.tokens.equal(expected.tokens)
+        assert found.passes.equal(expected.passes)
+    for more in ({"temperature": 1.0}, {"suppressed": [7]}, {"allowed": torch.ones(V, dtype=torch.bool)}):
+        decode(model, tokens, TopK(3), **more)
+    decode(model, tokens, Stability(0.1))
+    assert not stats_only
+    monkeypatch.setattr(HuggingFaceModel, "forward", lambda *given: pytest.fail("the network made logits"))
+    decode(model, tokens, TopK(3))
+
+
+class Wrapped:
+    """A policy of somebody else's."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def select(self, stats: ops.TokenStats, hidden: Tensor, mask: Tensor, step: int) -> ops.Selection:
+        return self.policy.select(stats, hidden, mask, step)
 
 
 def test_attentions_can_be_had_of_eager_attention(tmp_path: Path) -> None:

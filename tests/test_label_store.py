@@ -326,7 +326,7 @@ def test_labels_of_another_model_or_layer_are_refused_by_name(tmp_path: Path) ->
 
 
 def test_several_processes_share_the_shards(tmp_path: Path) -> None:
-    model, states = table_and_states()
+    model, states = random_table(3, 2), torch.zeros(10, 3, dtype=torch.int64)
     masking = {"masking": Trajectory(), "seed": 3, "samples": 2, "shard_size": 3}
     passes = [write_labels(model, states, tmp_path / "three", **masking, rank=rank, world_size=3) for rank in (2, 0)]
     with pytest.raises(ValueError, match=r"labels-00001\.safetensors of 4 shards is missing"):
@@ -401,6 +401,27 @@ def test_a_trajectory_draws_from_the_model() -> None:
         assert abs(float(drawn.float().mean()) - 0.5) < 5 * 0.5 / len(drawn) ** 0.5
     assert (states[:, 0] == 2).any()
     assert ((states[:, 0] != 2) & (states[:, 1] == 2)).any()
+
+
+def test_a_trajectory_never_draws_the_mask_token() -> None:
+    class Masked(JointTable):
+        """Likes the mask token, which is one of its vocabulary, better than anything else."""
+
+        def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+            logits, hidden = super().__call__(tokens, attention_mask)
+            return MaskedOutput(torch.nn.functional.pad(logits, (0, 1), value=10.0), hidden)
+
+    for order in ("entropy", "random"):
+        mine, plain = Masked(torch.eye(2) + 0.1), JointTable(torch.eye(2) + 0.1)
+        tokens, seeds = torch.zeros(50, 2, dtype=torch.int64), list(range(50))
+        assert Trajectory(order)(mine, tokens, seeds).equal(Trajectory(order)(plain, tokens, seeds))
+
+
+def test_sequences_to_be_masked_hold_no_mask_token(tmp_path: Path) -> None:
+    model, tokens = random_table(3, 2), torch.tensor([[0, 1, 0], [0, 2, 1]])
+    with pytest.raises(ValueError, match=r"no mask token 2 where masking is given, got one in sequence 1"):
+        write_labels(model, tokens, tmp_path, masking=UniformShare())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from mdmi_fast.decode import (
     Shuffled,
     Stability,
     Step,
+    Within,
 )
 from mdmi_fast.decode.randomness import draw_seeds, uniform
 from mdmi_fast.models.exact import JointTable
@@ -194,6 +195,28 @@ def test_mi_budget_asks_an_estimator_and_agrees_with_its_predictions(numbers: Pa
             assert asked[1] == pytest.approx(told[1])
 
 
+def test_estimators_that_read_the_marginals_are_handed_them(numbers: Pass) -> None:
+    estimator = PairwiseMIEstimator(WIDTH, layers=(4,), marginals="summary", output="bounded").eval()
+    with torch.no_grad():
+        mi = estimator(numbers.hidden, numbers.mask, numbers.stats)
+    rules: list[Any] = [
+        lambda source: MIBudget(source, 0.5),
+        lambda source: MIBudget(source, 0.5, order="cheapest"),
+        lambda source: MIThreshold(source, 0.05),
+        lambda source: Coloring(source, 0.05),
+        lambda source: MIThreshold(Shuffled(source), 0.05),
+    ]
+    for rule in rules:
+        for step in (
+            Step(2, memory=Memory(), seeds=torch.arange(ROWS)),
+            *(() if "Coloring" in repr(rule(0)) else (2,)),
+        ):
+            selection = rule(estimator).select(numbers.stats, numbers.hidden, numbers.mask, step)
+            known = Step(2, memory=Memory(), seeds=getattr(step, "seeds", None))
+            expected = rule(Given(mi)).select(numbers.stats, numbers.hidden, numbers.mask, known)
+            assert selection.selected.equal(expected.selected)
+
+
 def test_random_takes_k_at_random(numbers: Pass) -> None:
     counts = torch.zeros(LENGTH)
     for index in range(300):
@@ -327,10 +350,14 @@ def test_negative_and_undefined_settings_are_refused(make: Any, value: float) ->
         (lambda: MIBudget(Given(torch.zeros(0)), 1.0, order="best"), ValueError, "order must be one of"),
         (lambda: MIThreshold(Given(torch.zeros(0)), 1.0, limit=0), ValueError, "limit must be at least 1"),
         (lambda: MIBudget(Given(torch.zeros(0)), 1.0, lazy=-1), ValueError, "lazy must be at least 0"),
+        (lambda: MIThreshold(Given(torch.zeros(0)), 1.0, most=0), ValueError, "most must be at least 1"),
+        (lambda: Within(Given(torch.zeros(0)), -1.0), ValueError, "Within: seconds must be at least 0"),
         (lambda: Coloring(Given(torch.zeros(0)), 1.0, replan=0), ValueError, "replan must be at least 1"),
         (lambda: AttentionGraph(1.0, limit=0), ValueError, "limit must be at least 1"),
         (lambda: Schedule(math.inf, 0.0), ValueError, "start must be a finite number"),
-        (lambda: EntropyBound(torch.ones(2, 2)), ValueError, "gamma must be numbers of at least 0, one a sequence"),
+        (lambda: EntropyBound(torch.ones(2, 2)), ValueError, r"gamma must be a float, or a tensor \[B\] with a number"),
+        (lambda: MIThreshold(Given(torch.zeros(0)), torch.tensor(0.5)), ValueError, r"tau must be .*, got shape \(\)"),
+        (lambda: EntropyBound(-torch.ones(2)), ValueError, "gamma must be numbers of at least 0, one a sequence"),
         (lambda: Probing("total"), ValueError, "form must be one of"),
         (lambda: Probing(batch_size=0), ValueError, "batch_size must be at least 1"),
     ],
@@ -395,8 +422,14 @@ def test_limits_may_be_given_one_a_sequence(numbers: Pass) -> None:
         # Where sequences are numbered, theirs counts.
         turned, _ = numbers.select(make(limits.flip(0)), Step(0, sequences=torch.arange(ROWS).flip(0)))
         assert turned == selected
-        with pytest.raises(ValueError, match=f"a number for each of {ROWS} sequences, got 1"):
-            numbers.select(make(limits[:1]))
+        for wrong in (limits[:1], torch.cat([limits, limits[:1]])):
+            with pytest.raises(ValueError, match=f"a number for each of {ROWS} sequences, got {len(wrong)}"):
+                numbers.select(make(wrong))
+        # Of a decode all sequences count, whether they are still there or not.
+        step = Step(3, sequences=torch.arange(ROWS), count=ROWS + 1)
+        with pytest.raises(ValueError, match=f"a number for each of {ROWS + 1} sequences, got {ROWS}"):
+            numbers.select(make(limits), step)
+        assert numbers.select(make(torch.cat([limits, limits[:1]])), step)[0] == selected
 
 
 # --- rules that look at more than one pass
@@ -506,17 +539,39 @@ def test_memory_keeps_the_rows_of_those_that_stay() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda mi, **o: MIBudget(mi, 1.2, **o), lambda mi, **o: MIThreshold(mi, 0.3, **o)])
-def test_lazy_rules_ask_about_long_sequences_only(numbers: Pass, make: Any) -> None:
+@pytest.mark.parametrize(("lazy", "most"), [(4, None), (0, 5), (3, 5), (0, 1)])
+def test_lazy_rules_ask_about_some_lengths_only(numbers: Pass, make: Any, lazy: int, most: int | None) -> None:
     source = Asked(numbers.mi)
-    selected, spent = numbers.select(make(source, lazy=4))
+    selected, spent = numbers.select(make(source, lazy=lazy, most=most))
     bound = torch.minimum(numbers.entropy.unsqueeze(-1), numbers.entropy.unsqueeze(-2))
-    few = numbers.mask.sum(-1) <= 4
+    count = numbers.mask.sum(-1)
+    without = (count <= lazy) | (count > (LENGTH if most is None else most))
     exact, bounded = numbers.select(make(Given(numbers.mi))), numbers.select(make(Given(bound)))
     for row in range(ROWS):
-        expected = bounded if few[row] else exact
+        expected = bounded if without[row] else exact
         assert (selected[row], spent[row]) == (expected[0][row], expected[1][row])
-    assert not source.asked[few].any()
-    assert source.asked[~few].any()
+    assert not source.asked[without].any()
+    assert source.asked[~without].any() or most == 1
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_source_is_asked_while_it_is_fast_enough(
+    numbers: Pass, scores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    estimator = PairwiseMIEstimator(WIDTH, layers=(4,)).eval()
+    clock = iter([0.0, 9.0, 10.0, 10.5, 20.0, 20.0])  # an answer of 9 s, of .5 s and of none
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    source = Within(estimator if scores else lambda hidden, mask: estimator(hidden, mask), 4.0)
+    bound = torch.minimum(numbers.entropy.unsqueeze(-1), numbers.entropy.unsqueeze(-2))
+    asked, without = (numbers.select(MIBudget(mi, 1.0)) for mi in (estimator, Given(bound)))
+    assert asked != without
+    policy = MIBudget(source, 1.0)
+    assert numbers.select(policy) == asked
+    # 9 s are expected, and each time a tenth less: after 8 passes it is tried again.
+    assert [numbers.select(policy) == without for _ in range(9)] == [True] * 8 + [False]
+    assert numbers.select(policy) == asked
+    with pytest.raises(ValueError, match="Within: step must be a Step with stats"):
+        source(numbers.hidden, numbers.mask, 3)
 
 
 def test_nobody_is_asked_where_the_budget_cannot_use_the_answer(numbers: Pass) -> None:

@@ -51,15 +51,16 @@ def run(target: str, policies: list[str], *, sequences: int = 64, **options: Any
 def test_speed_and_loss_are_measured_beside_one_position_at_a_time() -> None:
     tried = run("at most 1% loss", ["mi-budget:0.01,entropy_weight=0", "topk:4"])
     yardstick, careful = tried["sequential"], tried["mi-budget:0.01,entropy_weight=0"]
-    assert (yardstick.passes, yardstick.quality, yardstick.sequences) == (4.0, 1.0, 64)
+    assert (yardstick.passes, yardstick.quality, yardstick.sequences) == (4.0, Interval(1.0, 1.0, 1.0), 64)
     assert yardstick.speedup == Interval(1.0, 1.0, 1.0)
     assert yardstick.loss == Interval(0.0, 0.0, 0.0)
-    assert (careful.passes, careful.quality) == (2.0, 1.0)
+    assert (careful.passes, careful.quality.value) == (2.0, 1.0)
     assert careful.speedup == Interval(2.0, 2.0, 2.0)
     assert careful.seconds > 0
     # All four at once agree by chance only, a quarter of the time: given up after the first batch of 32.
     assert tried["topk:4"].given_up
     assert tried["topk:4"].sequences == 32
+    assert tried["topk:4"].quality.low < 0.25 < tried["topk:4"].quality.high
     assert tried["topk:4"].loss.low < 0.75 < tried["topk:4"].loss.high
     assert choose(tried.values(), Target.of("1%")) == careful
     assert [one.policy for one in frontier(tried.values())] == ["mi-budget:0.01,entropy_weight=0"]
@@ -121,6 +122,8 @@ def test_accuracy_counts_what_was_asked_for() -> None:
     tokens = torch.tensor([[1, 1, 0], [1, 1, 0]])
     assert accuracy(target)(tokens, asked, torch.tensor([1, 2])).tolist() == [1.0, 1.0]
     assert accuracy(target)(tokens, asked, torch.tensor([0, 1])).tolist() == [0.0, 0.5]
+    with pytest.raises(TypeError, match="accuracy: target must be int64, got shape"):
+        accuracy(target.float())
 
 
 @pytest.mark.parametrize(

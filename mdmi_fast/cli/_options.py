@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import textwrap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import UsageError
@@ -29,21 +30,22 @@ policies (SPEC):
                                since the last pass
   attention-graph:TAU[,limit=N]
                                positions that attend to each other by less than TAU, for
-                               models that give attention
-  mi-budget:GAMMA[,lam=X][,entropy_weight=X][,order=entropy|cheapest][,limit=N][,lazy=N]
+                               models of transformers
+  mi-budget:GAMMA[,lam=X][,entropy_weight=X][,order=entropy|cheapest][,limit=N][,lazy=N][,most=N]
                                greedy: entropy_weight * entropy + lam * sum(MI to those
                                chosen) within GAMMA nats; entropy_weight=0 for sampling
-  mi-threshold:TAU[,limit=N][,lazy=N]
+  mi-threshold:TAU[,limit=N][,lazy=N][,most=N]
                                positions that share less than TAU nats pairwise
   coloring:TAU[,replan=N]      the same, planned ahead as groups, again after N passes
 """
 POLICY_NOTES = """\
 or FILE.json, what `mdmi-fast tune` has chosen.
 EPSILON, GAMMA and the TAU of mi-threshold may be START..END: from all masked to none.
-lazy=N: with at most N masked, MI is not asked for; min(entropies) stands in for it.
+lazy=N: with at most N masked, MI is not asked for; min(entropies) stands in for it. most=N: with more.
 """
 MODEL_HELP = "a model by name, such as sudoku or sudoku:weak"
 DATA_HELP = 'a file, or - for standard input: a JSON object {"tokens": [...]} a line, or puzzles for sudoku models'
+_OF_TRANSFORMERS = ("hf", "sapiens", "antiberty")
 FORM_NAMES = ("joint", "entropy", "kl")
 
 
@@ -172,20 +174,24 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_WRITING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "gumbel": "gumbel",
+    "suppressed": "suppress",
+    "stop_tokens": "stop",
+    "block_size": "block_size",
+    "verify": "verify",
+    "remask_below": "remask_below",
+    "revisions": "revisions",
+}
+"""Arguments of `mdmi_fast.decode`, and the options that say them."""
+
+
 def writing_options(options: argparse.Namespace) -> dict[str, Any]:
-    """What `add_writing` and --temperature say, as arguments of `mdmi_fast.decode`."""
-    return {
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "gumbel": options.gumbel,
-        "suppressed": options.suppress,
-        "stop_tokens": options.stop,
-        "block_size": options.block_size,
-        "verify": options.verify,
-        "remask_below": options.remask_below,
-        "revisions": options.revisions,
-    }
+    """What --temperature and, in commands that have them, the options of `add_writing` say, as arguments of `decode`."""
+    return {name: getattr(options, option) for name, option in _WRITING.items() if hasattr(options, option)}
 
 
 def decoding_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -196,7 +202,17 @@ def decoding_options(options: argparse.Namespace) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     add_decoding(parser)
     add_writing(parser)
-    return {**given, **options.policy.options} if given == writing_options(parser.parse_args([])) else given
+    default = writing_options(parser.parse_args([]))
+    untouched = all(value == default[name] for name, value in given.items())
+    return {**given, **options.policy.options} if untouched else given
+
+
+def load_decoded(name: str, specs: Sequence[str]) -> MaskedModel:
+    """The model of a name; one of transformers shows its attention where a policy reads it."""
+    from mdmi_fast.models import load_model
+
+    attentive = kind_of(name) in _OF_TRANSFORMERS and any(spec.startswith("attention-graph") for spec in specs)
+    return load_model(name, attention="eager") if attentive else load_model(name)
 
 
 def kind_of(model: str) -> str:

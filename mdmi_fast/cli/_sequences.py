@@ -179,7 +179,7 @@ def _read_record(line: str, model: MaskedModel) -> TokenSequence:
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
         raise ValueError(f"not JSON: {error}") from error
     tokens = record.get("tokens") if isinstance(record, dict) else None
-    if not isinstance(tokens, list) or not tokens or not all(type(token) is int for token in tokens):
+    if not are_tokens(tokens) or not tokens:
         raise ValueError('expected an object {"tokens": [...]} with at least one integer')
     for position, token in enumerate(tokens):
         if not (0 <= token < model.vocab_size or token == model.mask_token_id):
@@ -191,7 +191,8 @@ def _read_record(line: str, model: MaskedModel) -> TokenSequence:
     return TokenSequence(tokens, record)
 
 
-def _are_tokens(value: Any) -> bool:
+def are_tokens(value: Any) -> bool:
+    """Whether a value of JSON is a list of integers."""
     return isinstance(value, list) and all(type(token) is int for token in value)
 
 
@@ -204,11 +205,11 @@ _ITEM_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "verify": lambda value: type(value) is bool,
     "remask_below": lambda value: type(value) in (int, float) and 0 <= value <= 1,
     "revisions": lambda value: type(value) is int and value >= 0,
-    "suppressed": _are_tokens,
-    "stop_tokens": _are_tokens,
+    "suppressed": are_tokens,
+    "stop_tokens": are_tokens,
     "seed": lambda value: type(value) is int and -(2**63) <= value < 2**63,
     "allowed": lambda value: (
-        isinstance(value, dict) and all(key.isdecimal() and _are_tokens(tokens) for key, tokens in value.items())
+        isinstance(value, dict) and all(key.isdecimal() and are_tokens(tokens) for key, tokens in value.items())
     ),
 }
 """What "options" of a record may hold, and whether a value can be one: the arguments of `decode`, a seed, and

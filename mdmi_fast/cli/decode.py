@@ -19,6 +19,7 @@ from mdmi_fast.cli._options import (
     add_writing,
     decoding_options,
     json_text,
+    load_decoded,
     load_policy,
     positive,
 )
@@ -56,9 +57,8 @@ def run(options: argparse.Namespace) -> int:
 
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.cli._sequences import decode_all, stream_sequences
-    from mdmi_fast.models import load_model
 
-    model = load_model(options.model)
+    model = load_decoded(options.model, [options.policy])
     policy = load_policy(options, model, name=options.model)
     generator = Generator().manual_seed(options.seed)
     start = time.perf_counter()

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import InputError
-from mdmi_fast.cli._options import add_decoding, add_policy, add_threads, json_text, load_policy
+from mdmi_fast.cli._options import add_decoding, add_policy, add_threads, decoding_options, json_text, load_policy
 
 if TYPE_CHECKING:
     from mdmi_fast.cli._sequences import Decoded
@@ -50,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"{options.file}: holds no puzzles")
     model = load_model(options.model)
     policy = load_policy(options, model, name=f"sudoku:{options.model}")
+    defaults = decoding_options(options)
     start = time.perf_counter()
     with bar(total=len(givens), unit="puzzle", description="solving") as progress:
         found = list(
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
                 policy,
                 generator=torch.Generator().manual_seed(options.seed),
                 batch_size=options.batch_size,
-                defaults={"temperature": options.temperature},
+                defaults=defaults,
                 progress=progress.update,
             )
         )
@@ -70,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
             {"puzzle": format_line(given), "solution": format_line(done.tokens), "valid": right, "passes": done.passes}
             for given, done, right in zip(givens, found, valid, strict=True)
         ]
-        report = {"model": options.model, "policy": options.policy, "temperature": options.temperature}
+        report = {"model": options.model, "policy": options.policy, **defaults}
         print(json_text({**report, "solved": sum(valid), "seconds": seconds, "puzzles": rows}))
     elif options.grid:
         _print_grids(givens, found, valid)

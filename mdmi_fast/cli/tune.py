@@ -16,6 +16,7 @@ from mdmi_fast.cli._options import (
     add_threads,
     add_writing,
     kind_of,
+    load_decoded,
     load_source,
     policy_spec,
     positive,
@@ -78,11 +79,10 @@ def run(options: argparse.Namespace) -> int:
     from mdmi_fast.cli._sequences import read_sequences
     from mdmi_fast.decode import needs_mi
     from mdmi_fast.decode.tune import candidates, choose, frontier, save_choice, tune
-    from mdmi_fast.models import load_model
 
     if options.out is not None and options.out.suffix != ".json":
         raise UsageError(f"--out {options.out}: must end in .json, by which decode --policy knows it")
-    model = load_model(options.model)
+    model = load_decoded(options.model, options.policies or [])
     sequences = read_sequences(options.data, model_name=options.model, model=model, limit=options.limit)
     to_do = [sequence for sequence in sequences if model.mask_token_id in sequence.tokens]
     if not to_do:
@@ -131,17 +131,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-_HEADER = (
-    f"{'policy':<38} {'seqs':>5} {'passes':>7}  {'times fewer (95%)':<20} {'quality':>8}  {'loss (95%)':<24} ms/seq"
-)
+_HEADER = f"{'policy':<38} {'seqs':>5} {'passes':>7}  {'times fewer (95%)':<20} {'quality (95%)':<24} {'loss (95%)':<26} ms/seq"
 
 
 def _row(one: Tried) -> str:
-    speedup = f"{one.speedup.value:.2f} ({one.speedup.low:.2f}..{one.speedup.high:.2f})"
-    loss = f"{one.loss.value:+.2%} ({one.loss.low:+.2%}..{one.loss.high:+.2%})"
+    speedup, quality, loss = (
+        f"{value:{form}} ({low:{form}}..{high:{form}})"
+        for (value, low, high), form in ((one.speedup, ".2f"), (one.quality, ".4f"), (one.loss, "+.2%"))
+    )
     end = "  given up" if one.given_up else ""
     return (
-        f"{one.policy:<38} {one.sequences:>5} {one.passes:>7.1f}  {speedup:<20} {one.quality:>8.4f}  {loss:<24} "
+        f"{one.policy:<38} {one.sequences:>5} {one.passes:>7.1f}  {speedup:<20} {quality:<24} {loss:<26} "
         f"{1000 * one.seconds:.1f}{end}"
     )
 
@@ -167,6 +167,7 @@ def _quality(
     Raises:
         InputError: a record lacks what it needs.
     """
+    from mdmi_fast.cli._sequences import are_tokens
     from mdmi_fast.decode.tune import accuracy, pseudo_likelihood
 
     if name == "pseudo-likelihood":
@@ -175,8 +176,10 @@ def _quality(
         targets: list[list[int]] = []
         for sequence in sequences:
             target = sequence.record.get("target")
-            if not isinstance(target, list) or len(target) != len(sequence.tokens):
-                raise InputError(f'{source}: accuracy needs "target": [...] as long as "tokens" in every record')
+            if not are_tokens(target) or len(target) != len(sequence.tokens):
+                raise InputError(
+                    f'{source}: accuracy needs "target": [...] of integers, as many as "tokens", in every record'
+                )
             targets.append(target)
         return accuracy(_padded(targets)[0])
     from mdmi_fast.tasks.sudoku.puzzles import is_valid_board

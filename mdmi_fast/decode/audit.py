@@ -11,6 +11,7 @@ from torch import Tensor
 from mdmi_fast import ops
 from mdmi_fast.decode.policies.base import Step
 from mdmi_fast.decode.policies.mutual_information import MISource, pairwise_mi
+from mdmi_fast.ops import TokenStats
 
 CALIBRATION_EDGES = (0.1, 0.5, 1.0)
 """Nats of probed mutual information between the bins whose mean errors are kept (row S14 of the source)."""
@@ -48,6 +49,7 @@ def audit_position(
         int(step),
         model=step.model,
         tokens=tokens.unsqueeze(0),
+        stats=None if step.stats is None else TokenStats(*(field[row : row + 1] for field in step.stats)),
         seeds=None if step.seeds is None else step.seeds[row : row + 1],
         attention_mask=None if visible is None else visible.unsqueeze(0),
     )

@@ -39,7 +39,7 @@ from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import describe_model, identity
-from mdmi_fast.ops import Selection, TokenStats, token_stats
+from mdmi_fast.ops import Selection, TokenStats
 
 _CHECKSUM = 16
 """Bytes of the BLAKE2b in front of an entry."""
@@ -335,8 +335,8 @@ class CachedMI:
     def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
         n = mask.shape[1]
         mi = torch.zeros(len(mask), n, n)
-        logits = getattr(step, "logits", None) if getattr(self.source, "needs_step", False) else None
-        stats = None if logits is None or isinstance(self.source, Probing) else token_stats(logits)
+        reads_stats = getattr(self.source, "needs_step", False) and not isinstance(self.source, Probing)
+        stats = getattr(step, "stats", None) if reads_stats else None
         keys, missing = self._keys(mask, step, hidden, stats), []
         positions = [row.nonzero().squeeze(-1) for row in mask.cpu()]
         for row, (key, at) in enumerate(zip(keys, positions, strict=True)):

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mdmi_fast import ops
 from mdmi_fast.decode.policies import Memory, Policy, Step
 from mdmi_fast.decode.policies.base import take_lowest
 from mdmi_fast.decode.randomness import draw_seeds, places, uniform
@@ -64,8 +63,10 @@ def decode(
     That holds as far as it holds for the model, whose logits must not depend on the batch or on padding either.
 
     Args:
-        model: the masked model. A field `attention` [B, N, N] of its output, if there is one, goes to the policy. The
-            logits that it returns are written to (-inf where a token is suppressed).
+        model: the masked model. A field `attention` [B, N, N] of its output, if there is one, goes to the policy. Of
+            tokens in its attribute `never`, if it has one, the logits are -inf already. What it returns is not written to.
+            Its method `token_stats`, if it has one, is called instead where statistics are all that is read: at temperature
+            0, with every token allowed and none suppressed, by a policy whose `reads_stats_only` is True.
         tokens: [B, N] int64, `model.mask_token_id` where masked. Sequences of unequal lengths are padded on either side.
         policy: which positions to unmask in a pass.
         temperature: 0 writes the most probable token; above, tokens are drawn from softmax(logits / temperature).
@@ -80,7 +81,8 @@ def decode(
         suppressed: tokens that are never written; the mask token never is.
         allowed: bool, broadcast to [B, N, V]: what may be written at a position. One token alone is required there.
         stop_tokens: tokens that end a sequence. Once one of them was decoded, every later position that was masked at
-            the start gets that token too, whether it was decoded already or not, and is final.
+            the start and that `allowed` lets hold it gets that token too, whether it was decoded already or not, and is
+            final; the others are decoded as usual.
         block_size: decode so many positions after the other ("semi-autoregressive"), counted from a sequence's first
             masked position; a later block opens when nothing of the earlier ones is masked. None: all at once.
         verify: after a pass that unmasks several positions of a sequence, one more pass masks the less confident
@@ -138,7 +140,9 @@ def decode(
         confidence=torch.zeros(tokens.shape, device=tokens.device),
         revised=torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device),
     )
-    eyes = _Eyes(model, Vocabulary.of(model, tokens, suppressed, allowed))
+    vocabulary = Vocabulary.of(model, tokens, suppressed, allowed)
+    stats_will_do = temperature == 0 and vocabulary.is_free and getattr(policy, "reads_stats_only", False)
+    eyes = _Eyes(model, vocabulary, getattr(model, "token_stats", None) if stats_will_do else None)
     draw = _Draw(temperature, top_k, top_p, gumbel)
     stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=tokens.device)
 
@@ -156,16 +160,18 @@ def decode(
             model=model,
             tokens=rows.tokens,
             logits=logits,
+            stats=stats,
             attention=attention,
             seeds=rows.seeds,
             sequences=rows.sequence,
+            count=len(tokens),
             attention_mask=rows.visible,
             memory=memory,
             notes=notes,
         )
         selected, spent = policy.select(stats, hidden, mask, step)
         selected = _checked_selection(policy, selected, mask, rows, index)
-        written = draw(logits, stats, selected, rows, index)
+        written = draw(eyes.vocabulary, logits, stats, selected, rows, index)
         left = rows.masked & ~selected
         confidence = torch.where(selected, stats.confidence, rows.confidence)
         passes[rows.sequence] += 1
@@ -174,16 +180,12 @@ def decode(
         if verify:
             tested = selected & (rows.revised < revisions)
             doubted = take_lowest(stats.confidence, tested, tested.sum(dim=-1) // 2)
-            again = doubted.any(dim=-1)
-            passes[rows.sequence] += again
-            if bool(again.any()):
-                remasked[again] = _lost_their_place(
-                    eyes, draw, rows.of(again), written[again], doubted[again], logits[again], index
-                )
+            passes[rows.sequence] += doubted.any(dim=-1)
+            remasked = _lost_their_place(eyes, draw, rows, written, doubted, logits, index)
         final, ended = torch.zeros_like(mask), torch.zeros_like(mask)
         if len(stops):
             decoded = rows.asked & ~left & ~remasked
-            final, filled = _up_to_the_stop(written, decoded, rows.asked, stops)
+            final, filled = _up_to_the_stop(written, decoded, rows, stops, eyes.vocabulary)
             ended = (left | (filled != written)) & final
             written, left, remasked = filled, left & ~final, remasked & ~final
         left = left | remasked
@@ -243,19 +245,27 @@ class _Rows:
 
 
 class _Seen(NamedTuple):
-    """What a pass shows: logits [R, N, V], their statistics, hidden [R, N, D] and attention [R, N, N] or None."""
+    """What a pass shows.
 
-    logits: Tensor
+    Attributes:
+        logits: [R, N, V], as the model gave them; None if it was asked for statistics.
+        stats: every field [R, N], of what may be written.
+        hidden: [R, N, D].
+        attention: [R, N, N], or None.
+    """
+
+    logits: Tensor | None
     stats: TokenStats
     hidden: Tensor
     attention: Tensor | None
 
 
 class _Eyes(NamedTuple):
-    """The model, with what may be written."""
+    """The model, with what may be written, and its way to statistics without logits where that is gone."""
 
     model: MaskedModel
     vocabulary: Vocabulary
+    token_stats: Callable[..., Any] | None
 
     def look(self, rows: _Rows, tokens: Tensor, mask: Tensor) -> _Seen:
         """Run the model on tokens [R, N].
@@ -263,9 +273,13 @@ class _Eyes(NamedTuple):
         Raises:
             ValueError: for logits that give no distribution where mask [R, N] is True.
         """
-        output = self.model(tokens) if rows.visible is None else self.model(tokens, rows.visible)
-        logits = self.vocabulary.restrict(output.logits, rows.sequence)
-        stats = ops.token_stats(logits)
+        given = (tokens,) if rows.visible is None else (tokens, rows.visible)
+        if self.token_stats is None:
+            output: Any = self.model(*given)
+            logits, stats = output.logits, self.vocabulary.stats(output.logits, rows.sequence)
+        else:
+            output = self.token_stats(*given)
+            logits, stats = None, output.stats
         broken = stats.entropy.isnan() & mask
         if bool(broken.any()):
             row, position = broken.nonzero()[0].tolist()
@@ -284,14 +298,23 @@ class _Draw(NamedTuple):
     top_p: float
     gumbel: bool
 
-    def __call__(self, logits: Tensor, stats: TokenStats, selected: Tensor, rows: _Rows, index: int) -> Tensor:
+    def __call__(
+        self,
+        vocabulary: Vocabulary,
+        logits: Tensor | None,
+        stats: TokenStats,
+        selected: Tensor,
+        rows: _Rows,
+        index: int,
+    ) -> Tensor:
         """The sequences' tokens [R, N] with the selected positions written."""
-        if self.temperature == 0:
+        if logits is None or self.temperature == 0:
             return torch.where(selected, stats.token, rows.tokens)
         luck = uniform(rows.seeds, index, 0, rows.place)
+        row, position = selected.nonzero(as_tuple=True)
         drawn = sample(
-            logits[selected],
-            luck[selected],
+            vocabulary.restrict(logits[row, position], rows.sequence[row], position),
+            luck[row, position],
             self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
@@ -301,27 +324,43 @@ class _Draw(NamedTuple):
 
 
 def _lost_their_place(
-    eyes: _Eyes, draw: _Draw, rows: _Rows, written: Tensor, doubted: Tensor, logits: Tensor, index: int
+    eyes: _Eyes, draw: _Draw, rows: _Rows, written: Tensor, doubted: Tensor, logits: Tensor | None, index: int
 ) -> Tensor:
     """[R, N] bool: of the doubted positions those whose token does not stand against what else was written."""
-    now = eyes.look(rows, written.masked_fill(doubted, eyes.model.mask_token_id), doubted)
-    if draw.temperature == 0:
-        return doubted & (now.stats.token != written)
-    token = written[doubted]
-    gain = log_probability(now.logits[doubted], token, draw.temperature)
-    gain -= log_probability(logits[doubted], token, draw.temperature)
+    lost = torch.zeros_like(doubted)
+    row, position = doubted.nonzero(as_tuple=True)
+    if not len(row):
+        return lost
+    token, sequence = written[row, position], rows.sequence[row]
+
+    def log_p(found: Tensor) -> Tensor:
+        return log_probability(eyes.vocabulary.restrict(found, sequence, position), token, draw.temperature)
+
+    # Read before the model runs again, which may answer into the same memory.
+    before = None if logits is None or draw.temperature == 0 else log_p(logits[row, position])
+    again = doubted.any(dim=-1)
+    looked_at = doubted[again]
+    now = eyes.look(rows.of(again), written[again].masked_fill(looked_at, eyes.model.mask_token_id), looked_at)
+    own_row = looked_at.nonzero(as_tuple=True)[0]
+    if before is None or now.logits is None:
+        return lost.masked_scatter(doubted, now.stats.token[own_row, position] != token)
     # Steps below 0 are the passes that verify: numbers of their own.
-    luck = uniform(rows.seeds, -1 - index, 0, rows.place)[doubted]
-    return torch.zeros_like(doubted).masked_scatter(doubted, luck >= gain.exp())
+    luck = uniform(rows.seeds, -1 - index, 0, rows.place)[row, position]
+    return lost.masked_scatter(doubted, luck >= (log_p(now.logits[own_row, position]) - before).exp())
 
 
-def _up_to_the_stop(tokens: Tensor, decoded: Tensor, asked: Tensor, stops: Tensor) -> tuple[Tensor, Tensor]:
+def _up_to_the_stop(
+    tokens: Tensor, decoded: Tensor, rows: _Rows, stops: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor]:
     """What the first stop token among the decoded makes final, itself included: ([R, N] bool, tokens so filled)."""
     is_stop = torch.isin(tokens, stops) & decoded
     first = is_stop.int().argmax(dim=-1, keepdim=True)
+    stop = tokens.gather(-1, first)
     position = torch.arange(tokens.shape[1], device=tokens.device)
-    final = asked & (position >= first) & is_stop.any(dim=-1, keepdim=True)
-    return final, torch.where(final, tokens.gather(-1, first), tokens)
+    final = rows.asked & (position >= first) & is_stop.any(dim=-1, keepdim=True)
+    if vocabulary.allowed is not None:
+        final &= vocabulary.allowed[rows.sequence.unsqueeze(-1), position, stop]
+    return final, torch.where(final, stop, tokens)
 
 
 def _first_block(rows: _Rows, size: int) -> Tensor:

@@ -18,6 +18,7 @@ from mdmi_fast.decode.policies import MISource, needs_mi, parse_policy
 from mdmi_fast.decode.randomness import draw_seeds
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.ops import _checks as check
 
 Quality = Callable[[Tensor, Tensor, Tensor], Tensor]
 """How good decoded tokens [B, N] are, given what was asked for [B, N] bool and the sequences' numbers [B] in the data:
@@ -36,7 +37,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "coloring": ("0.005", "0.02", "0.05", "0.05,replan=2"),
 }
 """The settings tried of each rule, careful ones first."""
-SAMPLING = ("0.01", "0.02", "0.05", "0.1", "0.2", "0.5")
+SAMPLING = ("0.002", "0.005", "0.01", "0.02", "0.05", "0.1", "0.2", "0.5")
 """Budgets of mi-budget with entropy_weight=0, tried too where tokens are drawn."""
 
 _RESAMPLES = 1000
@@ -88,7 +89,7 @@ class Tried(NamedTuple):
         sequences: how many it decoded; fewer than there are if it was given up.
         passes: forward passes a sequence.
         speedup: how many times fewer passes than one position at a time took for the same sequences.
-        quality: the mean.
+        quality: the mean over sequences.
         loss: share of the quality of one position at a time that is lost, below 0 for a gain.
         seconds: wall clock a sequence.
         given_up: it missed the target beyond doubt, so the rest of the data was left out.
@@ -98,7 +99,7 @@ class Tried(NamedTuple):
     sequences: int
     passes: float
     speedup: Interval
-    quality: float
+    quality: Interval
     loss: Interval
     seconds: float
     given_up: bool
@@ -172,9 +173,9 @@ def tune(
     generator = torch.Generator().manual_seed(seed)
     seeds = draw_seeds(len(tokens), generator, tokens.device)
     batches = torch.arange(len(tokens)).split(batch_size)
-    yardstick: _Measured | None = None
+    yardstick: Measured | None = None
     for spec, policy in tried:
-        measured, given_up = _Measured(), False
+        measured, given_up = Measured(), False
         for number, rows in enumerate(batches):
             visible = None if attention_mask is None else attention_mask[rows]
             start = time.perf_counter()
@@ -191,39 +192,45 @@ def tune(
         yield measured.report(spec, yardstick, given_up, generator)
 
 
-class _Measured:
-    """A policy's passes and quality so far, a batch each."""
+class Measured:
+    """A policy's passes and quality so far, a batch each.
+
+    Attributes:
+        passes: of every batch, [B] float64.
+        quality: of every batch, [B] float64.
+        seconds: of all batches.
+    """
 
     def __init__(self) -> None:
         self.passes: list[Tensor] = []
         self.quality: list[Tensor] = []
         self.seconds = 0.0
 
-    def resampled(self, yardstick: _Measured, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """[1 + resamples] speedups and losses; the first of each is that of the data itself."""
+    def resampled(self, yardstick: Measured, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        """[1 + resamples] speedups, qualities and losses; the first of each is that of the data itself."""
         passes, quality = torch.cat(self.passes), torch.cat(self.quality)
         count = len(passes)
         base_passes, base_quality = torch.cat(yardstick.passes)[:count], torch.cat(yardstick.quality)[:count]
         rows = torch.randint(count, (_RESAMPLES, count), generator=generator)
         rows = torch.cat([torch.arange(count).unsqueeze(0), rows])
         speedup = base_passes[rows].sum(dim=-1) / passes[rows].sum(dim=-1)
-        base = base_quality[rows].sum(dim=-1)
+        mean, base = quality[rows].mean(dim=-1), base_quality[rows].mean(dim=-1)
         # Where one position at a time has no quality at all there is none to lose.
-        loss = torch.where(base > 0, 1 - quality[rows].sum(dim=-1) / base, 0.0)
-        return speedup, loss
+        return speedup, mean, torch.where(base > 0, 1 - mean / base, 0.0)
 
-    def hopeless(self, yardstick: _Measured, target: Target, generator: torch.Generator) -> bool:
-        speedup, loss = self.resampled(yardstick, generator)
+    def hopeless(self, yardstick: Measured, target: Target, generator: torch.Generator) -> bool:
+        """Whether it misses the target beyond doubt."""
+        speedup, _, loss = self.resampled(yardstick, generator)
         if target.speedup is not None:
             return float(speedup.quantile(1 - _STOP_QUANTILE)) < target.speedup
         return float(loss.quantile(_STOP_QUANTILE)) > (target.loss or 0.0)
 
-    def report(self, spec: str, yardstick: _Measured, given_up: bool, generator: torch.Generator) -> Tried:
-        speedup, loss = (_interval(values) for values in self.resampled(yardstick, generator))
-        passes, quality = torch.cat(self.passes), torch.cat(self.quality)
-        mean_passes, mean_quality = float(passes.mean()), float(quality.mean())
+    def report(self, spec: str, yardstick: Measured, given_up: bool, generator: torch.Generator) -> Tried:
+        """What it did on the sequences so far, beside the yardstick on the same ones."""
+        speedup, quality, loss = (_interval(values) for values in self.resampled(yardstick, generator))
+        passes = torch.cat(self.passes)
         seconds = self.seconds / len(passes)
-        return Tried(spec, len(passes), mean_passes, speedup, mean_quality, loss, seconds, given_up)
+        return Tried(spec, len(passes), float(passes.mean()), speedup, quality, loss, seconds, given_up)
 
 
 def _interval(values: Tensor) -> Interval:
@@ -253,7 +260,12 @@ def frontier(tried: Iterable[Tried]) -> list[Tried]:
 
 
 def accuracy(target: Tensor) -> Quality:
-    """A quality for data whose answer is known: the share of decoded positions that are as in target [S, N]."""
+    """A quality for data whose answer is known: the share of decoded positions that are as in target [S, N] int64.
+
+    Raises:
+        TypeError: for a target of another kind.
+    """
+    check.of_kind("accuracy", "target", target, torch.int64)
 
     def quality(tokens: Tensor, asked: Tensor, sequences: Tensor) -> Tensor:
         right = (tokens == target[sequences].to(tokens.device)) & asked
@@ -313,7 +325,7 @@ def save_choice(path: str | Path, chosen: Tried, **about: Any) -> None:
         **about: what else a reader should know: model, estimator, temperature, target ...
     """
     figures = chosen._asdict()
-    figures |= {name: figures[name]._asdict() for name in ("speedup", "loss")}
+    figures |= {name: figures[name]._asdict() for name in ("speedup", "quality", "loss")}
     text = json.dumps({"policy": figures.pop("policy"), **about, "measured": figures}, indent=2)
     with replace_file(Path(path)) as temporary:
         temporary.write_text(text + "\n")

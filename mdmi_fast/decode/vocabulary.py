@@ -8,21 +8,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mdmi_fast import ops
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.ops import TokenStats
 from mdmi_fast.ops import _checks as check
+
+_TILE = 1 << 20
+"""Logits that are copied at a time: memory does not grow with the model's answer."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that a decode may write.
+    """The tokens that a decode may write. What the model returned is never written to: it may keep it.
 
     Attributes:
-        suppressed: [S] int64, tokens of the vocabulary that are never written.
-        forbidden: [1 or B, 1 or N, V] bool, what must not be written at a position; None: nothing.
+        suppressed: [S] int64, tokens of the vocabulary that are never written and that the model does not rule out itself.
+        allowed: [B, N, V] bool, what may be written at a position; None: everything.
     """
 
     suppressed: Tensor
-    forbidden: Tensor | None
+    allowed: Tensor | None
 
     @classmethod
     def of(cls, model: MaskedModel, tokens: Tensor, suppressed: Sequence[int], allowed: Tensor | None) -> Vocabulary:
@@ -35,8 +40,8 @@ class Vocabulary:
         for token in suppressed:
             if not 0 <= token < size:
                 raise ValueError(f"decode: suppressed must be tokens in 0..{size - 1}, got {token}")
-        never = {token for token in (model.mask_token_id, *suppressed) if token < size}
-        forbidden = None
+        ruled_out = {int(token) for token in getattr(model, "never", ())}
+        left = {token for token in (model.mask_token_id, *suppressed) if token < size} - ruled_out
         if allowed is not None:
             check.of_kind("decode", "allowed", allowed, torch.bool)
             whole = (*tokens.shape, size)
@@ -46,24 +51,44 @@ class Vocabulary:
                 raise ValueError(
                     f"decode: allowed must broadcast to [B, N, V] = {whole}, got shape {tuple(allowed.shape)}"
                 )
-            forbidden = ~allowed.reshape(shape)
-        return cls(torch.tensor(sorted(never), dtype=torch.int64, device=tokens.device), forbidden)
+            allowed = allowed.expand(whole)
+        return cls(torch.tensor(sorted(left), dtype=torch.int64, device=tokens.device), allowed)
 
-    def restrict(self, logits: Tensor, sequences: Tensor) -> Tensor:
-        """The logits [R, N, V] with -inf where nothing may be written: the same memory wherever that can be written to.
+    @property
+    def is_free(self) -> bool:
+        """Whether logits need no change."""
+        return not len(self.suppressed) and self.allowed is None
+
+    def restrict(self, logits: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
+        """Logits [K, V] with -inf where nothing may be written.
 
         Args:
-            logits: as the model gave them.
+            logits: of some positions; a copy, which is written to.
+            sequence: [K] int64, the sequence of each.
+            position: [K] int64.
+        """
+        if len(self.suppressed):
+            logits.index_fill_(-1, self.suppressed, -torch.inf)
+        if self.allowed is not None:
+            logits.masked_fill_(~self.allowed[sequence, position], -torch.inf)
+        return logits
+
+    def stats(self, logits: Tensor, sequences: Tensor) -> TokenStats:
+        """`ops.token_stats` [R, N] of what may be written.
+
+        Args:
+            logits: [R, N, V], as the model gave them.
             sequences: [R] int64, which sequences these are.
         """
-        if not len(self.suppressed) and self.forbidden is None:
-            return logits
-        if logits.is_inference() or any(
-            stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)
-        ):
-            logits = logits.clone()
-        logits[..., self.suppressed] = -torch.inf
-        if self.forbidden is not None:
-            one_for_all = len(self.forbidden) == 1
-            logits.masked_fill_(self.forbidden if one_for_all else self.forbidden[sequences], -torch.inf)
-        return logits
+        if self.is_free:
+            return ops.token_stats(logits)
+        shape, size = logits.shape[:2], max(1, _TILE // logits.shape[2])
+        number = torch.arange(shape.numel(), device=logits.device)
+        sequence, position = sequences[number // shape[1]], number % shape[1]
+        parts = [
+            ops.token_stats(self.restrict(part.clone(), *where))
+            for part, *where in zip(
+                logits.flatten(0, 1).split(size), sequence.split(size), position.split(size), strict=True
+            )
+        ]
+        return TokenStats(*(torch.cat(field).view(shape) for field in zip(*parts, strict=True)))

@@ -133,7 +133,7 @@ class PairScorer(nn.Module):
         Args:
             hidden: [B, N, D] float of any precision, as the model gave it.
             mask: [B, N] bool, True = masked.
-            stats: `ops.token_stats` of the model's logits, every field [B, N], or a `Step` that carries the logits; read
+            stats: `ops.token_stats` of the model's logits, every field [B, N], or a `Step` that carries them; read
                 only where `needs_stats`.
 
         Returns:
@@ -281,13 +281,11 @@ class PairScorer(nn.Module):
     def _marginals(self, stats: ops.TokenStats | int | None) -> ops.TokenStats | None:
         if not self.needs_stats:
             return None
-        logits = getattr(stats, "logits", None)
-        if logits is not None:
-            return ops.token_stats(logits)
+        stats = getattr(stats, "stats", stats)
         if not isinstance(stats, ops.TokenStats):
             raise TypeError(
                 f"{type(self).__name__}: reads the marginals too: stats must be ops.token_stats(logits) or a Step with "
-                f"logits, got {stats!r}"
+                f"stats, got {stats!r}"
             )
         return stats
 

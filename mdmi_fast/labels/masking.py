@@ -71,7 +71,7 @@ class UniformShare:
 class Trajectory:
     """What the model itself met on the way: it fills a sequence from nothing at temperature 1 up to a uniform share.
 
-    Of the sequences given, only their lengths and the tokens kept matter.
+    The mask token is never drawn. Of the sequences given, only their lengths and the tokens kept matter.
 
     Args:
         order: of the positions: "entropy", lowest first, or "random".
@@ -103,6 +103,9 @@ class Trajectory:
             running = [generators[row] for row in active.tolist()]
             luck = _luck(running, 2 * tokens.shape[1], tokens.device).view(len(active), 2, -1)
             logits = model(states[active]).logits
+            if model.mask_token_id < logits.shape[-1]:  # a position filled with it would be masked for ever
+                mask_token = torch.tensor([model.mask_token_id], device=logits.device)
+                logits = logits.index_fill(-1, mask_token, -torch.inf)
             drawn = invert_cumulative(logits.double().softmax(dim=-1), luck[:, 1].unsqueeze(-1)).squeeze(-1)
             key = ops.entropy(logits).double() if self.order == "entropy" else luck[:, 0]
             key = key.masked_fill(~masked[active], torch.inf)

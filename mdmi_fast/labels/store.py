@@ -132,8 +132,8 @@ def write_labels(
         The forward passes of this run and process, those of the masking not counted.
 
     Raises:
-        ValueError: if there are no sequences, a number is out of range, or the folder holds labels made with other settings,
-            of another model or of other sequences.
+        ValueError: if there are no sequences, a number is out of range, sequences to be masked hold the mask token, or the
+            folder holds labels made with other settings, of another model or of other sequences.
 
     Numerics:
         The same settings give the same bytes on any number of processes and after any interruption, if the model's
@@ -149,6 +149,13 @@ def write_labels(
             "write_labels: shard_size, batch_tokens and world_size must be at least 1 and rank below world_size, "
             f"got {shard_size}, {batch_tokens}, {world_size} and {rank}"
         )
+    if masking is not None:
+        for number, sequence in enumerate(sequences):
+            if bool((sequence == model.mask_token_id).any()):
+                raise ValueError(
+                    f"write_labels: tokens must hold no mask token {model.mask_token_id} where masking is given, "
+                    f"got one in sequence {number}"
+                )
     folder = Path(folder)
     settings: dict[str, Any] = {
         "model": describe_model(model),

@@ -20,6 +20,21 @@ class MaskedOutput(NamedTuple):
     hidden: torch.Tensor
 
 
+class AttentiveOutput(MaskedOutput):
+    """A `MaskedOutput` that also carries the attention between positions.
+
+    Attributes:
+        attention: [B, N, N] float, how much position i looks at j, averaged over heads and late layers; 0 at padding.
+    """
+
+    attention: torch.Tensor
+
+    def __new__(cls, logits: torch.Tensor, hidden: torch.Tensor, attention: torch.Tensor) -> AttentiveOutput:
+        output = super().__new__(cls, logits, hidden)
+        output.attention = attention
+        return output
+
+
 @runtime_checkable
 class MaskedModel(Protocol):
     """A frozen network that gives a marginal for every position, given the visible ones.

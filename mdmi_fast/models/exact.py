@@ -47,7 +47,8 @@ class ExactModel(ABC):
         """H of some masked positions together, given the visible tokens [N].
 
         Raises:
-            ValueError: if tokens have another length, or what is visible has probability 0.
+            ValueError: if tokens have another length, what is visible has probability 0, or positions are none, not of the
+                sequence or not distinct.
         """
 
     def mutual_information(self, tokens: Tensor) -> Tensor:
@@ -92,6 +93,12 @@ class ExactModel(ABC):
         hidden = tokens.unsqueeze(-1) == self.mask_token_id
         return ((tokens.unsqueeze(-1) == torch.arange(self.vocab_size)) | hidden).double()
 
+    def _check_positions(self, positions: tuple[int, ...], length: int) -> None:
+        if not positions or len(set(positions)) < len(positions) or not all(0 <= i < length for i in positions):
+            raise ValueError(
+                f"{type(self).__name__}: positions must be distinct and of 0..{length - 1}, at least one, got {positions}"
+            )
+
     def _check_length(self, length: int) -> None:
         if length != self.length:
             raise ValueError(f"{type(self).__name__}: tokens must be [..., {self.length}], got length {length}")
@@ -130,7 +137,9 @@ class JointTable(ExactModel):
         Raises:
             ValueError: as `entropy`.
         """
-        table = self._posterior(self._evidence(tokens.unsqueeze(0)))[0]
+        evidence = self._evidence(tokens.unsqueeze(0))
+        self._check_positions(positions, self.length)
+        table = self._posterior(evidence)[0]
         if float(table.sum()) == 0.0:
             raise ValueError(f"{type(self).__name__}: the visible tokens {tokens.tolist()} have probability 0")
         others = [axis for axis in range(self.length) if axis not in positions]
@@ -241,6 +250,7 @@ class MarkovChain(ExactModel):
     def entropy(self, tokens: Tensor, positions: tuple[int, ...]) -> float:
         """As of every exact model. The positions form a chain themselves: H = H(first) + sum of H(next | one before)."""
         evidence = self._evidence(tokens.unsqueeze(0))
+        self._check_positions(positions, len(tokens))
         forward, backward = self._messages(evidence)
         first, *later = sorted(positions)
         p = forward[0, first] * backward[0, first]

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mdmi_fast import ops
+from mdmi_fast.models.base import AttentiveOutput, MaskedOutput
 from mdmi_fast.models.sequences import SequenceModel
 
 _DIFFUSION = {"llada": False, "Dream": True}
@@ -52,6 +53,8 @@ class HuggingFaceModel(SequenceModel):
         never: tokens never decoded, instead of the special ones.
         shift: the logits of position i stand at i - 1 (see the module's text).
         batch_invariant: see `SequenceModel`.
+        attention: answers are an `AttentiveOutput`, averaged over the later half of the layers, for policies that read it
+            (`AttentionGraph`). The network must keep attention weights.
 
     Raises:
         ValueError: if there is no mask token, no such layer, or the network gives no logits or no hidden states.
@@ -67,6 +70,7 @@ class HuggingFaceModel(SequenceModel):
         never: Iterable[int] | None = None,
         shift: bool = False,
         batch_invariant: bool = True,
+        attention: bool = False,
     ) -> None:
         config: Any = network.config
         mask = _first(mask_token_id, getattr(tokenizer, "mask_token_id", None), getattr(config, "mask_token_id", None))
@@ -90,17 +94,35 @@ class HuggingFaceModel(SequenceModel):
         )
         self.network, self.tokenizer = network, tokenizer
         self.layers, self.shift = chosen, shift
+        self._attentive = attention
         self._product: tuple[nn.Module, str, Any]
         self.head = self._find_head(mask)
         """(weight [V, F], bias [V] or None) of the last product, or None where it cannot be found."""
 
     def run(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        output = self.network(
-            input_ids=tokens,
-            attention_mask=None if attention_mask is None else attention_mask.long(),
-            output_hidden_states=True,
-        )
+        output = self._output(tokens, attention_mask)
         return self._aligned(output.logits), self._hidden(output)
+
+    @torch.no_grad()
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        """As of every `SequenceModel`; an `AttentiveOutput` where attention was asked for."""
+        if not self._attentive:
+            return super().forward(tokens, attention_mask)
+        length = tokens.shape[-1]
+
+        def answer(part: Tensor, visible: Tensor | None) -> tuple[Tensor, ...]:
+            output = self._output(part, visible, output_attentions=True)
+            weights = _kept(output.attentions)
+            attention = torch.stack(weights[len(weights) // 2 :]).mean(dim=(0, 2))
+            logits = self._aligned(output.logits).index_fill(-1, self.never, -torch.inf)
+            return logits, self._hidden(output), F.pad(attention, (0, length - part.shape[1]))
+
+        logits, hidden, attention = self._put_together(answer, tokens, attention_mask)
+        # Columns count from the first visible position of a sequence.
+        visible = self._checked(tokens, attention_mask)
+        column = (visible.cumsum(dim=1) - 1).clamp(min=0).unsqueeze(1).expand(-1, length, -1)
+        attention = attention.gather(-1, column).masked_fill(~visible.unsqueeze(1), 0.0)
+        return AttentiveOutput(logits, hidden, attention)
 
     @torch.no_grad()
     def token_stats(self, tokens: Tensor, attention_mask: Tensor | None = None) -> StatsOutput:
@@ -114,7 +136,7 @@ class HuggingFaceModel(SequenceModel):
             ValueError: as the call of the model.
         """
         if self.head is None:
-            logits, hidden = self(tokens, attention_mask)
+            logits, hidden = super().forward(tokens, attention_mask)
             return StatsOutput(ops.token_stats(logits), hidden)
         weight, bias = self.head
         bias = weight.new_zeros(self.vocab_size) if bias is None else bias
@@ -135,10 +157,15 @@ class HuggingFaceModel(SequenceModel):
         Raises:
             ValueError: if the network keeps none: load it with attention="eager".
         """
-        found = self.network(input_ids=tokens, output_attentions=True).attentions
-        if not found or any(weights is None for weights in found):
-            raise ValueError('HuggingFaceModel: this attention keeps no weights; load the model with attention="eager"')
-        return torch.stack(list(found))
+        return torch.stack(_kept(self.network(input_ids=tokens, output_attentions=True).attentions))
+
+    def _output(self, tokens: Tensor, attention_mask: Tensor | None, **options: bool) -> Any:
+        return self.network(
+            input_ids=tokens,
+            attention_mask=None if attention_mask is None else attention_mask.long(),
+            output_hidden_states=True,
+            **options,
+        )
 
     def _hidden(self, output: Any) -> Tensor:
         return self._aligned(torch.cat([output.hidden_states[layer] for layer in self.layers], dim=-1))
@@ -225,7 +252,8 @@ def load_model(
         shift: see the module's text; None decides by the kind of model.
         dtype: of the weights; None: as they were saved.
         device: where to.
-        attention: transformers' attn_implementation, such as "sdpa", "eager" (for `attentions`), "flash_attention_2".
+        attention: transformers' attn_implementation, such as "sdpa", "flash_attention_2", or "eager": for `attentions`, and
+            for policies that read the attention, which answers then carry.
         compile: pass the network through torch.compile.
         trust_remote_code: run code that comes with the model. It can do anything: read it first.
         revision: of a name on the hub.
@@ -258,10 +286,23 @@ def load_model(
         never=never,
         shift=_DIFFUSION.get(config.model_type, False) if shift is None else shift,
         batch_invariant=batch_invariant,
+        attention=attention == "eager",
     ).to(device)
     if compile:
         model.network.compile(dynamic=True)
     return model
+
+
+def _kept(attentions: Sequence[Tensor | None] | None) -> list[Tensor]:
+    """Attention weights [B, heads, N, N] of every layer.
+
+    Raises:
+        ValueError: if the network keeps none.
+    """
+    kept = [weights for weights in attentions or () if weights is not None]
+    if not attentions or len(kept) < len(attentions):
+        raise ValueError('HuggingFaceModel: this attention keeps no weights; load the model with attention="eager"')
+    return kept
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -18,6 +18,7 @@ from mdmi_fast.decode.policies.mutual_information import (
     MIThreshold,
     Probing,
     Shuffled,
+    Within,
 )
 from mdmi_fast.decode.policies.parse import needs_mi, parse_policy, policy_forms
 
@@ -42,6 +43,7 @@ __all__ = [
     "Stability",
     "Step",
     "TopK",
+    "Within",
     "needs_mi",
     "parse_policy",
     "policy_forms",

@@ -34,10 +34,12 @@ class Step(int):
     Attributes:
         model: the model being decoded (for probing).
         tokens: [B, N] int64, the state of the pass (for probing).
-        logits: [B, N, V], what the model said (for `Stability`).
+        logits: [B, N, V], what the model said (for `Stability`); None where `reads_stats_only`, if the model can do without.
+        stats: of the logits, every field [B, N] (for estimators that read the marginals).
         attention: [B, N, N], attention between positions (for `AttentionGraph`).
         seeds: [B] int64, one a sequence (for randomness that does not depend on the batch).
-        sequences: [B] int64, which sequences these are, where they are numbered (for limits given per sequence).
+        sequences: [B] int64, which sequences of a decode these are (for limits given per sequence).
+        count: how many sequences the decode has.
         attention_mask: [B, N] bool, False at padding; None: no padding.
         memory: of policies that plan ahead or compare passes; one for a whole decode.
         notes: given as a dict, asks a policy for its reasons: those that read mutual information put "mi" [B, N, N]
@@ -47,9 +49,11 @@ class Step(int):
     model: MaskedModel | None
     tokens: Tensor | None
     logits: Tensor | None
+    stats: TokenStats | None
     attention: Tensor | None
     seeds: Tensor | None
     sequences: Tensor | None
+    count: int | None
     attention_mask: Tensor | None
     memory: Memory | None
     notes: dict[str, Tensor] | None
@@ -61,18 +65,26 @@ class Step(int):
         model: MaskedModel | None = None,
         tokens: Tensor | None = None,
         logits: Tensor | None = None,
+        stats: TokenStats | None = None,
         attention: Tensor | None = None,
         seeds: Tensor | None = None,
         sequences: Tensor | None = None,
+        count: int | None = None,
         attention_mask: Tensor | None = None,
         memory: Memory | None = None,
         notes: dict[str, Tensor] | None = None,
     ) -> Step:
         step = super().__new__(cls, index)
-        step.model, step.tokens, step.logits, step.attention = model, tokens, logits, attention
-        step.seeds, step.sequences, step.attention_mask = seeds, sequences, attention_mask
+        step.model, step.tokens, step.logits, step.stats, step.attention = model, tokens, logits, stats, attention
+        step.seeds, step.sequences, step.count, step.attention_mask = seeds, sequences, count, attention_mask
         step.memory, step.notes = memory, notes
         return step
+
+    @classmethod
+    def with_stats(cls, step: int, stats: TokenStats) -> Step:
+        """The same step, which may be a bare number, with the statistics of its pass."""
+        known = vars(step) if isinstance(step, Step) else {}
+        return cls(int(step), **{**known, "stats": stats})
 
 
 class Policy(Protocol):
@@ -99,6 +111,11 @@ class Policy(Protocol):
 
 class Rule(ABC):
     """A policy of this package. Its `select` takes tensors of any device, numpy arrays and DLPack objects."""
+
+    @property
+    def reads_stats_only(self) -> bool:
+        """Whether statistics and hidden states are all it reads of a pass: the model then need not make logits."""
+        return True
 
     def select(self, stats: TokenStats, hidden: Any, mask: Any, step: int) -> Selection:
         """Name the positions to unmask; as `Policy.select`.
@@ -191,10 +208,16 @@ def checked_limit(owner: str, name: str, limit: Limit) -> None:
     """Refuse a limit below 0 or NaN.
 
     Raises:
-        ValueError: naming the policy and the argument.
+        TypeError: for what is no number, naming the policy and the argument like the rest.
+        ValueError: for numbers out of range, or a tensor that does not hold one for each sequence.
     """
     if isinstance(limit, Tensor):
-        if limit.ndim != 1 or not bool((limit >= 0).all()):
+        if limit.ndim != 1:
+            raise ValueError(
+                f"{owner}: {name} must be a float, or a tensor [B] with a number for each sequence, "
+                f"got {check.describe(limit)}"
+            )
+        if not bool((limit >= 0).all()):
             raise ValueError(f"{owner}: {name} must be numbers of at least 0, one a sequence, got {limit}")
     elif not isinstance(limit, Schedule):
         at_least(owner, name, limit, 0.0)
@@ -204,14 +227,15 @@ def limit_of(limit: Limit, mask: Tensor, step: int) -> float | Tensor:
     """The number of a pass: one for all sequences, or [B] float64.
 
     Raises:
-        ValueError: if there are numbers for fewer sequences than there are.
+        ValueError: if there are numbers for more or fewer sequences than there are.
     """
     if isinstance(limit, Schedule):
         return limit.at(mask, step)
     if isinstance(limit, Tensor):
-        if len(limit) < len(mask):
-            raise ValueError(f"policy: a limit must hold a number for each of {len(mask)} sequences, got {len(limit)}")
-        sequences = getattr(step, "sequences", None)
+        sequences, count = getattr(step, "sequences", None), getattr(step, "count", None)
+        count = len(mask) if count is None else count
+        if len(limit) != count:
+            raise ValueError(f"policy: a limit must hold a number for each of {count} sequences, got {len(limit)}")
         return (limit if sequences is None else limit[sequences.to(limit.device)]).to(mask.device, torch.float64)
     return limit
 

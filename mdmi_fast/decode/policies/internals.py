@@ -34,6 +34,10 @@ class Stability(Rule):
         at_least("Stability", "kl", self.kl, 0.0)
         at_least("Stability", "confidence", self.confidence, 0.0)
 
+    @property
+    def reads_stats_only(self) -> bool:
+        return False
+
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
         logits: Tensor = self._of_step(step, "logits")
         memory: Memory = self._of_step(step, "memory")
@@ -53,7 +57,8 @@ class AttentionGraph(Rule):
     an independent set, taken greedily by degree times confidence (DAPD, arXiv 2603.12996).
 
     Cost: N^2 comparisons a sequence; no network. Needs a `Step` with attention [B, N, N], averaged over heads and
-    late layers; `decode` takes it from a model whose output has such a field `attention`.
+    late layers; `decode` takes it from a model whose output has such a field `attention` (`AttentiveOutput`), such as one of
+    `load_model("hf:...", attention="eager")`.
 
     Args:
         tau: attention from which on a pair counts as dependent, at least 0.
@@ -68,8 +73,17 @@ class AttentionGraph(Rule):
         if self.limit is not None:
             check.whole("AttentionGraph", "limit", self.limit, 1)
 
+    @property
+    def reads_stats_only(self) -> bool:
+        return False
+
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
-        attention: Tensor = self._of_step(step, "attention")
+        attention: Tensor | None = getattr(step, "attention", None)
+        if attention is None:
+            raise ValueError(
+                "AttentionGraph: step must be a Step with attention; models of transformers show theirs when loaded with "
+                'attention="eager"'
+            )
         weight = (attention + attention.transpose(-1, -2)) / 2
         pairs = mask.unsqueeze(-1) & mask.unsqueeze(-2)
         pairs.diagonal(dim1=-2, dim2=-1).fill_(False)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ from mdmi_fast.decode.randomness import places
 from mdmi_fast.labels import FORMS, Form, label_mi
 from mdmi_fast.ops import Selection, TokenStats
 from mdmi_fast.ops import _checks as check
+
+Answer = TypeVar("Answer")
 
 
 class StepwiseMI(Protocol):
@@ -123,31 +126,105 @@ class Shuffled:
         return shuffled + shuffled.transpose(-1, -2)
 
 
+def _extra(source: MISource, stats: TokenStats) -> dict[str, TokenStats]:
+    """What a source with `score_and_select` wants to know besides."""
+    return {"stats": stats} if getattr(source, "needs_step", False) else {}
+
+
+class Within:
+    """Another source as long as its answers are fast enough (row S11 of the source); else min(H_i, H_j) stands in for I_ij.
+
+    How long an answer will take is predicted from the seconds a pair of the last one, a tenth less after every pass without.
+    So results depend on the clock, and on the batch: use `most` of the rules instead where decoding has to be reproducible.
+
+    Args:
+        source: the other source.
+        seconds: most of a pass, at least 0.
+    """
+
+    needs_step: ClassVar[Literal[True]] = True
+
+    def __init__(self, source: MISource, seconds: float) -> None:
+        self.source, self.seconds = source, at_least("Within", "seconds", seconds, 0.0)
+        self._seconds_a_pair = 0.0
+
+    def __repr__(self) -> str:
+        return f"Within({self.source!r}, {self.seconds})"
+
+    def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
+        stats = getattr(step, "stats", None)
+        if stats is None:
+            raise ValueError("Within: step must be a Step with stats, got a bare number")
+        return self._in_time(
+            mask, lambda: pairwise_mi(self.source, hidden, mask, step), lambda: _most_mi(stats.entropy, mask)
+        )
+
+    @property
+    def score_and_select(self) -> Callable[..., Selection] | None:
+        """As that of the source, if it has one."""
+        scorer = getattr(self.source, "score_and_select", None)
+        if scorer is None:
+            return None
+
+        def select(entropy: Tensor, hidden: Tensor, mask: Tensor, *, stats: TokenStats, **rule: Any) -> Selection:
+            return self._in_time(
+                mask,
+                lambda: scorer(entropy, hidden, mask, **rule, **_extra(self.source, stats)),
+                lambda: ops.select_budget(entropy, _most_mi(entropy, mask), mask=mask, **rule),
+            )
+
+        return select
+
+    def _in_time(self, mask: Tensor, ask: Callable[[], Answer], do_without: Callable[[], Answer]) -> Answer:
+        pairs = int(mask.sum(dim=-1).square().sum())
+        if pairs * self._seconds_a_pair > self.seconds:
+            self._seconds_a_pair *= 0.9
+            return do_without()
+        start = time.perf_counter()
+        answer = ask()
+        if mask.is_cuda:
+            torch.cuda.synchronize(mask.device)
+        self._seconds_a_pair = (time.perf_counter() - start) / max(pairs, 1)
+        return answer
+
+
+def _most_mi(entropy: Tensor, mask: Tensor) -> Tensor:
+    """[B, N, N] nats: min(H_i, H_j) of masked pairs, which no mutual information exceeds."""
+    known = entropy.masked_fill(~mask, 0.0)
+    return torch.minimum(known.unsqueeze(-1), known.unsqueeze(-2))
+
+
 class _PairRule(Rule):
     """A rule on entropies and pairs: where the mutual information is asked for, and what stands in where it is not.
 
-    With at most `lazy` positions masked the source is not asked (row S11 of the source): min(H_i, H_j), which no
-    mutual information exceeds, takes its place, so that such a pass risks less, and may take less, than with it.
+    With at most `lazy` or more than `most` positions masked the source is not asked (row S11 of the source): min(H_i, H_j),
+    which no mutual information exceeds, takes its place, so that such a pass risks less, and may take less, than with it.
     Nor is the source asked about a sequence where it cannot matter.
     """
 
     mi: MISource
     lazy: int
+    most: int | None
     limit: int | None
 
+    @property
+    def reads_stats_only(self) -> bool:
+        return not getattr(self.mi, "needs_step", False)
+
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
+        step = Step.with_stats(step, stats)
         known: Tensor | None = None
-        notes = getattr(step, "notes", None)
+        notes = step.notes
         if notes is not None:
             known = notes["mi"] = pairwise_mi(self.mi, hidden, mask, step)
-        if self.lazy == 0:
+        if self.lazy == 0 and self.most is None:
             return self._with_source(stats, hidden, mask, step, known)
-        few = (mask.sum(dim=-1) <= self.lazy).unsqueeze(-1)
-        bound = torch.minimum(stats.entropy.unsqueeze(-1), stats.entropy.unsqueeze(-2))
-        bounded = self._apply(stats, bound, mask & few, step)
-        if bool(few.all()):
+        count = mask.sum(dim=-1, keepdim=True)
+        without = count <= self.lazy if self.most is None else (count <= self.lazy) | (count > self.most)
+        bounded = self._apply(stats, _most_mi(stats.entropy, mask & without), mask & without, step)
+        if bool(without.all()):
             return bounded
-        asked = self._with_source(stats, hidden, mask & ~few, step, known)
+        asked = self._with_source(stats, hidden, mask & ~without, step, known)
         return Selection(bounded.selected | asked.selected, bounded.spent + asked.spent)
 
     def _with_source(
@@ -189,6 +266,8 @@ class MIBudget(_PairRule):
         order: "entropy" looks at positions by entropy, ascending; "cheapest" takes the least cost at each moment.
         limit: most positions of a pass, at least 1; None for no limit.
         lazy: with at most so many positions masked, min(H_i, H_j) stands in for I_ij and the source is not asked.
+        most: likewise with more positions masked than this: what a pass may take at most grows with its square. A limit in
+            seconds is `Within`. None for no limit.
     """
 
     mi: MISource
@@ -198,6 +277,7 @@ class MIBudget(_PairRule):
     order: Literal["entropy", "cheapest"] = "entropy"
     limit: int | None = None
     lazy: int = 0
+    most: int | None = None
 
     def __post_init__(self) -> None:
         checked_limit("MIBudget", "gamma", self.gamma)
@@ -207,6 +287,8 @@ class MIBudget(_PairRule):
         if self.limit is not None:
             check.whole("MIBudget", "limit", self.limit, 1)
         check.whole("MIBudget", "lazy", self.lazy, 0)
+        if self.most is not None:
+            check.whole("MIBudget", "most", self.most, 1)
 
     def _with_source(
         self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int, known: Tensor | None
@@ -222,7 +304,7 @@ class MIBudget(_PairRule):
             lam=self.lam,
             entropy_weight=self.entropy_weight,
             limit=self.limit,
-            **({"stats": stats} if getattr(self.mi, "needs_step", False) else {}),
+            **_extra(self.mi, stats),
         )
         return selection
 
@@ -261,18 +343,23 @@ class MIThreshold(_PairRule):
         tau: nats below which a pair counts as independent, at least 0; a number, one a sequence, or a `Schedule`.
         limit: most positions of a pass, at least 1; None for no limit.
         lazy: with at most so many positions masked, min(H_i, H_j) stands in for I_ij and the source is not asked.
+        most: likewise with more positions masked than this: what a pass may take at most grows with its square. A limit in
+            seconds is `Within`. None for no limit.
     """
 
     mi: MISource
     tau: Limit
     limit: int | None = None
     lazy: int = 0
+    most: int | None = None
 
     def __post_init__(self) -> None:
         checked_limit("MIThreshold", "tau", self.tau)
         if self.limit is not None:
             check.whole("MIThreshold", "limit", self.limit, 1)
         check.whole("MIThreshold", "lazy", self.lazy, 0)
+        if self.most is not None:
+            check.whole("MIThreshold", "most", self.most, 1)
 
     def _apply(self, stats: TokenStats, mi: Tensor, mask: Tensor, step: int) -> Selection:
         tau = limit_of(self.tau, mask, step)
@@ -310,14 +397,19 @@ class Coloring(Rule):
         if self.replan is not None:
             check.whole("Coloring", "replan", self.replan, 1)
 
+    @property
+    def reads_stats_only(self) -> bool:
+        return not getattr(self.mi, "needs_step", False)
+
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
         memory: Memory = self._of_step(step, "memory")
+        step = Step.with_stats(step, stats)
         fresh = (mask.new_full(mask.shape, -1, dtype=torch.int64), mask.new_zeros(len(mask), dtype=torch.int64))
         group, age = memory.get(self, fresh)
         outdated = (mask & (group < 0)).any(dim=-1)
         if self.replan is not None:
             outdated |= age >= self.replan
-        notes = getattr(step, "notes", None)
+        notes = step.notes
         if notes is not None:
             notes["mi"] = pairwise_mi(self.mi, hidden, mask, step)
         if bool(outdated.any()):
@@ -340,5 +432,6 @@ __all__ = [
     "Shuffled",
     "Step",
     "StepwiseMI",
+    "Within",
     "pairwise_mi",
 ]

@@ -76,10 +76,12 @@ _RULES: Mapping[str, _Rule] = {
     "mi-budget": _Rule(
         MIBudget,
         ("gamma", _limit),
-        {"lam": float, "entropy_weight": float, "order": _order, "limit": _count, "lazy": _whole},
+        {"lam": float, "entropy_weight": float, "order": _order, "limit": _count, "lazy": _whole, "most": _count},
         needs_mi=True,
     ),
-    "mi-threshold": _Rule(MIThreshold, ("tau", _limit), {"limit": _count, "lazy": _whole}, needs_mi=True),
+    "mi-threshold": _Rule(
+        MIThreshold, ("tau", _limit), {"limit": _count, "lazy": _whole, "most": _count}, needs_mi=True
+    ),
     "coloring": _Rule(Coloring, ("tau", float), {"replan": _count}, needs_mi=True),
 }
 
@@ -109,7 +111,7 @@ def parse_policy(spec: str, mi: MISource | None = None) -> Policy:
     Args:
         spec: "sequential", "topk:4", "random:4", "confidence:0.9", "confidence-factor:0.5", "confidence-budget:0.1",
             "entropy-bound:0.2", "stability:0.01,confidence=0.9", "attention-graph:0.05,limit=8",
-            "mi-budget:0.02,lam=1,entropy_weight=0,order=cheapest,limit=8,lazy=4", "mi-threshold:0.05,limit=8,lazy=4"
+            "mi-budget:0.02,lam=1,entropy_weight=0,order=cheapest,limit=8,lazy=4,most=200", "mi-threshold:0.05,limit=8"
             or "coloring:0.05,replan=4". A budget or the threshold of mi-threshold may move with the share still
             masked: "mi-budget:0.2..0.02" (see `Schedule`).
         mi: an estimator or another source of mutual information, for the policies that read it.

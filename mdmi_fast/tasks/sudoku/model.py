@@ -108,6 +108,8 @@ class SudokuModel(nn.Module):
     mask_token_id = MASK_TOKEN
     vocab_size = VOCABULARY
     hidden_size = HIDDEN_WIDTH
+    never = (MASK_TOKEN,)
+    """Tokens whose logit always is -inf: decoding need not see to it."""
     interchangeable_tokens = range(1, VOCABULARY)
     """Relabelling the digits relabels the answer: labelling then probes one of those not yet on the board for all."""
 
