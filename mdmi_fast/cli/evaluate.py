@@ -58,10 +58,10 @@ def run(options: argparse.Namespace) -> int:
 
     model = load_model(options.model)
     estimator = find_estimator(options.estimator, model=options.model)
-    estimator.check_model(model, moved=options.moved_model)
     trained_form = estimator.provenance.get("form")
     form = choose_form(options.form, options.labels, trained_form)
     labels = read_examples(options.labels, form, model=model)
+    estimator.check_model(model, moved=options.moved_model)
     splits = {"in distribution": labels}
     if options.shifted is not None:
         splits["shifted"] = read_examples(options.shifted, form, model=model)
