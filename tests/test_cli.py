@@ -343,7 +343,7 @@ def test_label_takes_states_of_unequal_lengths_and_masks_sequences(run: Run, tmp
         assert all(len(state.positions) and state.hidden is not None for state in states)
     code, _, err = run("train", "--labels", tmp_path / "states", "--model", "any", "--out", tmp_path / "estimator")
     assert code == 1
-    assert "labels must hold at least two masked pairs, got 1" in err
+    assert "labels must hold a masked pair to train on and two in the states held out, got 1" in err
 
 
 def test_train_reports_every_epoch_and_evaluate_reads_what_it_saved(run: Run, trained: Path, tmp_path: Path) -> None:
@@ -414,6 +414,39 @@ def test_train_refines_with_old_labels_mixed_in(run: Run, trained: Path, tmp_pat
     config = json.loads((tmp_path / "refined" / "estimator.json").read_text())
     assert config["trained_on"] == identity(load_model("sudoku"))
     assert config["provenance"]["refined_from"] == "sudoku:weak"
+
+
+def test_an_estimator_is_judged_by_the_form_it_was_trained_on(
+    run: Run, tmp_path: Path, trained: Path, easy: Path
+) -> None:
+    both, only = tmp_path / "both", tmp_path / "only"
+    for folder, forms in ((both, ("entropy", "joint")), (only, ("entropy",))):
+        assert run("label", "--model", "sudoku", "--data", easy, "--out", folder, "--form", *forms)[0] == 0
+    evaluate = ("evaluate", "--model", "sudoku", "--estimator", trained / "estimator", "--built", 0, "--labels")
+    assert run(*evaluate, both)[1].startswith("in distribution, joint form\n")
+    train = ("train", "--model", "sudoku", "--from", trained / "estimator", "--out", tmp_path / "x", "--labels")
+    for command in (evaluate, train):
+        code, _, err = run(*command, only)
+        assert code == 2
+        assert f"{only} holds the forms entropy, the estimator was trained on joint: name one with --form" in err
+    text = run(*evaluate, only, "--form", "entropy")[1]
+    assert text.startswith("in distribution, entropy form (the estimator was trained on the joint form)\n")
+    told = json.loads(run(*evaluate, only, "--form", "entropy", "--json")[1])
+    assert (told["form"], told["trained_form"]) == ("entropy", "joint")
+
+
+def test_train_finds_out_early_where_it_cannot_run_or_write(run: Run, trained: Path, tmp_path: Path) -> None:
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku")
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "folder"):
+        code, text, err = run(*train, "--out", out)
+        assert (code, text) == (1, "")
+        assert err.startswith(f"mdmi-fast train: {out}: ")
+    for device in ("nonsense", "cuda:99"):
+        code, _, err = run(*train, "--out", tmp_path / "x", "--device", device)
+        assert code == 2
+        assert err.startswith(f"mdmi-fast train: --device {device}: ")
+        assert err.count("\n") == 1
 
 
 def test_a_killed_training_goes_on_when_the_command_is_given_again(run: Run, trained: Path, tmp_path: Path) -> None:

@@ -144,6 +144,22 @@ def test_every_parameter_has_a_gradient(combine: Combine) -> None:
         assert parameter.grad.any(), name
 
 
+@pytest.mark.parametrize("combine", COMBINES)
+def test_gradients_in_bfloat16_are_those_of_float32_up_to_its_rounding(combine: Combine) -> None:
+    """What a training on a GPU does: bfloat16 products of the dense layers, weights and their gradients in float32."""
+    torch.manual_seed(0)
+    estimator = PairwiseMIEstimator(16, layers=(32, 16), combine=combine, rank=8)
+    hidden, mask = torch.randn(2, 12, 16), torch.rand(2, 12) < 0.8
+    gradients = []
+    for precision in (None, "bf16"):
+        estimator.precision = precision
+        gradients.append(torch.autograd.grad(estimator(hidden, mask).sum(), list(estimator.parameters())))
+    for exact, rounded in zip(*gradients, strict=True):
+        assert rounded.dtype == torch.float32
+        assert not rounded.equal(exact) or exact.numel() == 1
+        assert (rounded - exact).norm() < 0.1 * exact.norm()  # products round by 2^-9, and units near 0 flip
+
+
 def test_half_precision_states_are_read() -> None:
     estimator, (hidden, mask) = make("concat"), batch()
     torch.testing.assert_close(

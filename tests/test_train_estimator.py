@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, train_estimator
-from mdmi_fast.estimator.data import examples, read_batch, split_states
+from mdmi_fast.estimator.data import Example, examples, read_batch, split_states
 from mdmi_fast.estimator.network import Output
-from mdmi_fast.estimator.train import PairLoss, TrainingProgress, _order
+from mdmi_fast.estimator.train import PairLoss, TrainingProgress, Transform, _order
 from mdmi_fast.labels import LabelSet, label_mi
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
 from mdmi_fast.models.identity import identity
+from mdmi_fast.ops import token_stats
 
 LENGTH = 5
 
@@ -208,6 +209,57 @@ def test_loss_by_hand() -> None:
     assert loss(mi, transform="log") == pytest.approx(math.log(0.26 / 0.02) ** 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("transform", ["root", "none", "log"])
+def test_the_constant_of_a_loss_is_its_least(transform: Transform) -> None:
+    mi = torch.rand(1, 40, 40, generator=torch.Generator().manual_seed(0)).pow(4)
+    pairs, loss = torch.ones(1, 40, 40, dtype=torch.bool), PairLoss(transform)
+    least = loss.constant(mi[pairs])
+    losses = [float(loss.total(torch.full_like(mi, least * factor), mi, pairs)) for factor in (0.9, 1.0, 1.1)]
+    assert losses[1] < min(losses[0], losses[2])
+
+
+@pytest.mark.parametrize("output", ["softplus", "bounded", "identity"])
+def test_a_fresh_network_begins_at_what_it_is_told(output: Output) -> None:
+    torch.manual_seed(0)
+    estimator = PairwiseMIEstimator(8, layers=(16,), output=output)
+    for nats in (1e-4, 0.01, 0.3):
+        estimator.begin_at(nats)
+        stats = token_stats(torch.tensor([[[0.0, 2.9]]]).expand(1, 6, 2))  # the entropies do not matter here
+        stats = stats._replace(entropy=torch.ones(1, 6))
+        predicted = estimator(torch.zeros(1, 6, 8), torch.ones(1, 6, dtype=torch.bool), stats)[0, 0, 1]
+        with torch.no_grad():
+            alone = estimator.last.weight @ torch.relu(estimator.left[0].bias)
+        if output == "identity":
+            torch.testing.assert_close(predicted - alone[0], torch.tensor(nats))
+        else:
+            torch.testing.assert_close(predicted.log(), math.log(nats) + alone[0], atol=0.15, rtol=0)
+
+
+def test_labels_near_nothing_do_not_end_in_nothing() -> None:
+    """Most pairs share 0, the others 0.002 nats: begun above that, no training comes back from where it is pushed."""
+    generator = torch.Generator().manual_seed(0)
+    relation = torch.randn(16, 3, generator=generator) / 4
+    pairs = torch.triu_indices(20, 20, offset=1).mT
+    states = []
+    for number in range(30):
+        hidden = torch.randn(20, 16, generator=generator)
+        features = hidden @ relation
+        mi = (0.002 * ((features @ features.mT) - 1).clamp(min=0))[pairs[:, 0], pairs[:, 1]]
+        states.append(Example(torch.full((20,), number), torch.arange(20), pairs, mi, hidden))
+
+    class Kept(Blank):
+        hidden_size = 16
+
+        def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+            hidden = [states[number].hidden for number in tokens[:, 0].tolist()]
+            return MaskedOutput(torch.zeros(*tokens.shape, 2), torch.stack(hidden))  # type: ignore[arg-type]
+
+    torch.manual_seed(0)
+    fresh = PairwiseMIEstimator(16, layers=(64,), combine="product")
+    _, report = train_estimator(fresh, Kept(), states, epochs=6, batch_size=4, learning_rate=3e-3)
+    assert report.pearson > 0.5
+
+
 def test_a_loss_ignores_what_is_not_a_pair() -> None:
     predicted = torch.full((1, 2, 2), math.nan)
     total = PairLoss().total(predicted, torch.zeros(1, 2, 2), torch.zeros(1, 2, 2, dtype=torch.bool))
@@ -242,6 +294,31 @@ def test_labels_that_are_not_finite_are_refused(taught: tuple[JointTable, LabelS
     mi[130, 0, 1] = torch.inf  # of the last state, all masked
     with pytest.raises(ValueError, match="labels must be finite, got another one in state 130"):
         train_estimator(student(model), model, labels._replace(mi=mi))
+
+
+def test_labels_without_pairs_are_refused_before_the_first_epoch(taught: tuple[JointTable, LabelSet]) -> None:
+    model, labels = taught
+    single = examples(labels)[-1]
+    single = single._replace(positions=single.positions[:1], pairs=single.pairs[:0], mi=single.mi[:0])
+    for states, reason in (
+        ([single] * 4, "two in the states held out, got 0 in 3 states and 0 in 1"),
+        (examples(labels)[-1:], "holding out 1 states leaves nothing of 1"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            train_estimator(student(model), model, states, on_epoch=lambda epoch: pytest.fail("an epoch was spent"))
+
+
+def test_widths_that_differ_are_refused_with_both(taught: tuple[JointTable, LabelSet]) -> None:
+    model, labels = taught
+    with pytest.raises(
+        ValueError, match=f"reads hidden states of width 3, got JointTable of width {model.hidden_size}"
+    ):
+        train_estimator(PairwiseMIEstimator(3, layers=(4,)), model, labels)
+    old = [state._replace(hidden=torch.zeros(len(state.positions), 3)) for state in examples(labels)]
+    with pytest.raises(
+        ValueError, match=f"old must bring hidden states of width {model.hidden_size}.*got 3 in state 0"
+    ):
+        train_estimator(student(model), model, labels, old=old)
 
 
 # --- interruption, several processes, refinement
@@ -315,6 +392,38 @@ def test_a_damaged_checkpoint_is_refused(
     path.write_bytes(path.read_bytes()[:-99] if content is None else content)
     with pytest.raises(ValueError, match="not the checkpoint of a training"):
         train_estimator(student(quick), quick, labels, epochs=1, checkpoint=path)
+
+
+def test_a_checkpoint_that_began_with_other_weights_is_refused(
+    taught: tuple[JointTable, LabelSet], tmp_path: Path
+) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    other = student(quick)
+    with torch.no_grad():
+        other.last.weight.mul_(2)
+    train_estimator(student(quick), quick, labels, epochs=1, checkpoint=tmp_path / "c.pt")
+    with pytest.raises(ValueError, match="is of a training with other start; delete it"):
+        train_estimator(other, quick, labels, epochs=1, checkpoint=tmp_path / "c.pt")
+
+
+def test_what_a_process_killed_while_writing_left_is_removed(
+    taught: tuple[JointTable, LabelSet], tmp_path: Path
+) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    (tmp_path / ".c.pt.0123456789abcdef.pt").write_bytes(b"half a checkpoint")
+    train_estimator(student(quick), quick, labels, epochs=1, checkpoint=tmp_path / "c.pt")
+    assert [path.name for path in tmp_path.iterdir()] == ["c.pt"]
+
+
+def test_refinement_goes_on_from_the_weights_it_is_given(taught: tuple[JointTable, LabelSet]) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    estimator, _ = train_estimator(student(quick), quick, labels, epochs=1)
+    before = estimator.last.bias.clone()
+    train_estimator(estimator, quick, labels, epochs=1, learning_rate=0.0)
+    assert estimator.last.bias.equal(before)
 
 
 def test_refinement_follows_a_model_that_moved_and_remembers_the_old_one(taught: tuple[JointTable, LabelSet]) -> None:

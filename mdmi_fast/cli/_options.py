@@ -7,6 +7,7 @@ import json
 import math
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import UsageError
@@ -233,6 +234,22 @@ def _probed_form(source: str) -> Form | None:
         if form == known or (known == "joint" and not colon):
             return known  # type: ignore[return-value]  # a string of the list, which is the forms
     raise UsageError(f"--estimator {source}: the forms are {', '.join(FORM_NAMES)}")
+
+
+def choose_form(named: Form | None, labels: Path, trained_on: Form | None) -> Form:
+    """The form of the label: the one named, else the one that the estimator was trained on, else the folder's first.
+
+    Raises:
+        UsageError: none is named, and the folder does not keep the estimator's.
+    """
+    from mdmi_fast.labels import stream_labels
+
+    kept = list(next(stream_labels(labels)).mi)
+    if named is None and trained_on is not None and trained_on not in kept:
+        raise UsageError(
+            f"{labels} holds the forms {', '.join(kept)}, the estimator was trained on {trained_on}: name one with --form"
+        )
+    return named or trained_on or kept[0]
 
 
 def find_estimator(source: str | None, *, model: str) -> PairScorer:

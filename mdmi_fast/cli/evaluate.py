@@ -12,6 +12,7 @@ from mdmi_fast.cli._options import (
     add_seed,
     add_threads,
     amount,
+    choose_form,
     find_estimator,
     json_text,
     natural,
@@ -34,7 +35,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--built", type=natural, default=24, metavar="N", help="states to build and label for a split (default: 24)"
     )
-    parser.add_argument("--form", choices=FORM_NAMES, help="of the label (default: the first that the folder keeps)")
+    parser.add_argument("--form", choices=FORM_NAMES, help="of the label (default: that the estimator was trained on)")
     parser.add_argument(
         "--tau", type=amount, default=0.01, metavar="NATS", help="below it a pair counts as independent (default: 0.01)"
     )
@@ -51,16 +52,16 @@ def add(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from mdmi_fast.cli import _report
     from mdmi_fast.estimator import evaluate_splits
-    from mdmi_fast.estimator.data import first_form, read_examples
+    from mdmi_fast.estimator.data import read_examples
     from mdmi_fast.estimator.splits import BUILT, build_split
     from mdmi_fast.models import load_model
 
     model = load_model(options.model)
-    form = options.form or first_form(options.labels)
-    labels = read_examples(options.labels, form, model=model)
     estimator = find_estimator(options.estimator, model=options.model)
-    if not options.moved_model:
-        estimator.check_model(model)
+    trained_form = estimator.provenance.get("form")
+    form = choose_form(options.form, options.labels, trained_form)
+    labels = read_examples(options.labels, form, model=model)
+    estimator.check_model(model, moved=options.moved_model)
     splits = {"in distribution": labels}
     if options.shifted is not None:
         splits["shifted"] = read_examples(options.shifted, form, model=model)
@@ -75,10 +76,11 @@ def run(options: argparse.Namespace) -> int:
             split: {source: _report.as_dict(report) for source, report in reports.items()}
             for split, reports in evaluation.reports.items()
         }
-        print(json_text({"verdict": evaluation.verdict, "form": form, "splits": told}))
+        print(json_text({"verdict": evaluation.verdict, "form": form, "trained_form": trained_form, "splits": told}))
     else:
+        other = f" (the estimator was trained on the {trained_form} form)" if trained_form not in (None, form) else ""
         for split, reports in evaluation.reports.items():
-            print(f"{split}, {form} form\n{_report.as_columns(reports)}\n")
+            print(f"{split}, {form} form{other}\n{_report.as_columns(reports)}\n")
         print(evaluation.verdict)
     if options.plot is not None:
         from mdmi_fast.estimator.plots import plot_evaluation

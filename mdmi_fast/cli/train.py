@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import UsageError
-from mdmi_fast.cli._options import FORM_NAMES, add_model, add_seed, add_threads, amount, kind_of, plain, positive, share
+from mdmi_fast.cli._options import (
+    FORM_NAMES,
+    add_model,
+    add_seed,
+    add_threads,
+    amount,
+    choose_form,
+    kind_of,
+    plain,
+    positive,
+    share,
+)
 
 if TYPE_CHECKING:
+    import torch
+
     from mdmi_fast.estimator import PairScorer, TrainingProgress
     from mdmi_fast.estimator.data import Example
     from mdmi_fast.models import MaskedModel
@@ -30,7 +44,9 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--labels", required=True, type=Path, metavar="FOLDER", help="written by label")
     add_model(parser)
-    parser.add_argument("--form", choices=FORM_NAMES, help="of the label (default: the first that the folder keeps)")
+    parser.add_argument(
+        "--form", choices=FORM_NAMES, help="of the label (default: that of --from, or the first that the folder keeps)"
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="of the estimator")
     parser.add_argument(
         "--from",
@@ -107,10 +123,10 @@ def run(options: argparse.Namespace) -> int:
     import torch
     import torch.distributed as dist
 
-    from mdmi_fast.estimator.data import first_form, read_examples
+    from mdmi_fast.estimator.data import read_examples
     from mdmi_fast.models import load_model
 
-    device = torch.device(options.device or "cpu")
+    device = _device(options.device or "cpu")
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if several:
         if device.type == "cuda":
@@ -121,11 +137,14 @@ def run(options: argparse.Namespace) -> int:
         model = load_model(options.model)
         if isinstance(model, torch.nn.Module):
             model.to(device)
-        options.form = options.form or first_form(options.labels)
-        labels = read_examples(options.labels, options.form, model=model)
-        old = read_examples(options.old_labels, options.form) if options.old_labels else None
         torch.manual_seed(options.seed)
         estimator = _network(architecture, options, model).to(device)
+        options.form = choose_form(options.form, options.labels, estimator.provenance.get("form"))
+        labels = read_examples(options.labels, options.form, model=model)
+        old = read_examples(options.old_labels, options.form) if options.old_labels else None
+        options.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=options.out):  # an epoch is too long to wait for the news
+            pass
         _train(options, model, labels, old, estimator, speak=not several or dist.get_rank() == 0)
     finally:
         if several:
@@ -195,6 +214,20 @@ def _train(
     estimator.save_pretrained(options.out)
     checkpoint.unlink()
     print(f"\n{options.out}, the best epoch on held-out states:\n{_report.as_table(report)}")
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        UsageError: there is none, or this torch cannot use it.
+    """
+    import torch
+
+    try:
+        return torch.zeros(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {str(error).splitlines()[0]}") from error
 
 
 def _network(architecture: str, options: argparse.Namespace, model: MaskedModel) -> PairScorer:

@@ -77,11 +77,6 @@ def read_examples(folder: str | Path, form: Form, *, model: MaskedModel | None =
     return found
 
 
-def first_form(folder: str | Path) -> Form:
-    """The first of the forms that a folder of labels keeps."""
-    return next(iter(next(stream_labels(folder)).mi))
-
-
 def examples(labels: Labels) -> Sequence[Example]:
     """Labels of either kind, state by state."""
     if not isinstance(labels, LabelSet):
@@ -136,13 +131,20 @@ def split_states(states: Sequence[Example], held_out: float, seed: int) -> tuple
     """Part the states, never the pairs of one state: (to train on, held out).
 
     Raises:
-        ValueError: if nothing is left to train on.
+        ValueError: if there is no pair left to train on, or fewer than two are held out.
     """
     order = torch.randperm(len(states), generator=torch.Generator().manual_seed(seed)).tolist()
     count = max(1, round(held_out * len(order)))
     if count >= len(order):
         raise ValueError(f"train_estimator: holding out {count} states leaves nothing of {len(order)} to train on")
-    return [states[number] for number in order[count:]], [states[number] for number in order[:count]]
+    train, judge = [states[number] for number in order[count:]], [states[number] for number in order[:count]]
+    pairs, judged = (sum(len(state.mi) for state in part) for part in (train, judge))
+    if pairs < 1 or judged < 2:
+        raise ValueError(
+            "train_estimator: labels must hold a masked pair to train on and two in the states held out, got "
+            f"{pairs} in {len(train)} states and {judged} in {len(judge)}"
+        )
+    return train, judge
 
 
 def device_of(estimator: object) -> torch.device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -91,6 +92,8 @@ class PairScorer(nn.Module):
     """Of `ops.pairwise_mlp`."""
     symmetry: str
     """Of `ops.pairwise_mlp`."""
+    last: nn.Linear
+    """The last layer of the head, of one output."""
     output: Output = "softplus"
     """What turns the last layer f_ij into nats: softplus, >= 0; nothing; or min(H_i, H_j) * sigmoid(f_ij)."""
     needs_stats: bool = False
@@ -121,6 +124,20 @@ class PairScorer(nn.Module):
     def configuration(self) -> dict[str, Any]:
         """Keyword arguments that build the same network again."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def begin_at(self, nats: float) -> None:
+        """Set the last bias so that a network of fresh weights predicts about so much for every pair.
+
+        Args:
+            nats: at least 0 unless the output is "identity"; of a bounded output as if every entropy were 1 nat.
+        """
+        if self.output == "identity":
+            bias = nats
+        else:
+            nats = min(max(nats, 1e-6), 0.5)  # where the output still has a slope
+            bias = math.log(math.expm1(nats)) if self.output == "softplus" else math.log(nats / (1 - nats))
+        self.last.bias.fill_(bias)
 
     @property
     def needs_step(self) -> bool:
@@ -242,11 +259,12 @@ class PairScorer(nn.Module):
             **self._options(),
         )
 
-    def check_model(self, model: MaskedModel) -> None:
+    def check_model(self, model: MaskedModel, *, moved: bool = False) -> None:
         """Refuse a model that the estimator was not trained on: hidden states of another mean nothing to it.
 
         Args:
             model: compared by the width of its hidden state and, where the estimator's is known, by `identity`.
+            moved: compare by the width only, for a model whose weights have changed since.
 
         Raises:
             ValueError: naming both sides.
@@ -257,7 +275,7 @@ class PairScorer(nn.Module):
                 f"{name}: reads hidden states of width {self.hidden_size}, got {type(model).__name__} of width "
                 f"{model.hidden_size}"
             )
-        if self.trained_on is None:
+        if moved or self.trained_on is None:
             return
         here = identity(model)
         other = [key for key in {**self.trained_on, **here} if self.trained_on.get(key) != here.get(key)]

@@ -19,7 +19,7 @@ from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
 from mdmi_fast.estimator.network import E, PairScorer
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.identity import identity
+from mdmi_fast.models.identity import describe_model, identity
 
 Transform = Literal["root", "none", "log"]
 
@@ -69,6 +69,13 @@ class PairLoss:
         weight = torch.where(gap < 0, self.underestimation, 1.0) * (1.0 + self.emphasis * mi.clamp(min=0))
         return (weight * gap.square()).masked_fill(~pairs, 0.0).sum()
 
+    def constant(self, mi: Tensor) -> float:
+        """The one number that is nearest to the labels [Q], where all pairs weigh the same: nats."""
+        mean = float(self._transformed(mi.double()).mean())
+        if self.transform == "root":
+            return math.copysign(mean * mean, mean)
+        return math.exp(mean) - 0.01 if self.transform == "log" else mean
+
     def _transformed(self, x: Tensor) -> Tensor:
         if self.transform == "root":
             return x.sign() * (x.abs() + 1e-6).sqrt()  # the constant keeps the slope finite at 0
@@ -97,10 +104,10 @@ def train_estimator(
     """Fit an estimator to the labels of a frozen model; the weights of the best epoch are kept.
 
     The loss is `PairLoss`, where negative labels count as 0 unless the estimator's output is "identity"; the best epoch
-    is that of the highest held-out correlation. An estimator that was trained before
-    goes on from its weights (refinement, row S7). On a GPU the dense layers multiply in bfloat16. Under
-    torchrun every process takes its share of each batch; what comes out is the same for any number of processes up
-    to rounding.
+    is that of the highest held-out correlation. An estimator that was never trained (`trained_on` is None) begins at the
+    constant nearest to the labels; one that was goes on from its weights (refinement, row S7). On a GPU the dense layers
+    multiply in bfloat16. Under torchrun every process takes its share of each batch; what comes out is the same for any
+    number of processes up to rounding.
 
     Args:
         estimator: trained in place, on the device of its weights; `trained_on` is set to the model.
@@ -127,9 +134,9 @@ def train_estimator(
         The estimator in evaluation mode and its report on the held-out states.
 
     Raises:
-        ValueError: if there are too few states, a label is not finite, epochs or batch_size is less than 1,
-            held_out or an option of the loss is out of range, the checkpoint is damaged or of other settings, or the loss stops
-            being a number.
+        ValueError: if there are too few states or pairs, a label is not finite, model, estimator and kept hidden states
+            are not of one width, epochs or batch_size is less than 1, held_out or an option of the loss is out of range,
+            the checkpoint is damaged or of other settings, or the loss stops being a number.
     """
     if min(epochs, batch_size) < 1:
         raise ValueError(f"train_estimator: epochs and batch_size must be at least 1, got {epochs} and {batch_size}")
@@ -137,16 +144,16 @@ def train_estimator(
         raise ValueError(f"train_estimator: held_out must be a share between 0 and 1, got {held_out}")
     loss = PairLoss(transform, underestimation, emphasis)
     states, old_states = examples(labels), [] if old is None else examples(old)
-    for name, given in (("labels", states), ("old", old_states)):
-        wrong = next((number for number, state in enumerate(given) if not bool(state.mi.isfinite().all())), None)
-        if wrong is not None:
-            raise ValueError(f"train_estimator: {name} must be finite, got another one in state {wrong}")
+    estimator.check_model(model, moved=True)
+    _check_labels("labels", states, estimator.hidden_size)
+    _check_labels("old", old_states, estimator.hidden_size)
     train, judge = split_states(states, held_out, seed)
     steps = -(-len(_order(len(train), len(old_states), seed, 0)) // batch_size)
     trainer = _Trainer(estimator, model, loss, learning_rate, weight_decay, epochs * steps)
     kept = not estimator.needs_stats and all(state.hidden is not None for state in (*states, *old_states))
     settings = {
         "estimator": estimator.configuration(),
+        "start": describe_model(estimator)["weights"],
         "model": identity(model),
         "labels": [len(states), sum(float(state.mi.double().sum()) for state in states)],
         "old": [len(old_states), sum(float(state.mi.double().sum()) for state in old_states)],
@@ -158,6 +165,10 @@ def train_estimator(
         "held_out": held_out,
         "seed": seed,
     }
+    if estimator.trained_on is None:
+        # From above the labels the first steps would run into the depths where an output is 0 and has no slope.
+        mi = torch.cat([state.mi for state in train])
+        estimator.begin_at(loss.constant(mi if estimator.output == "identity" else mi.clamp(min=0)))
     run = _Run(estimator, trainer.optimizer, None if checkpoint is None else Path(checkpoint), settings)
     while run.epoch < epochs and run.epoch - run.best_epoch <= patience:
         total = 0.0
@@ -166,7 +177,10 @@ def train_estimator(
             batch = [train[n] if n < len(train) else old_states[n - len(train)] for n in chosen.tolist()]
             total += trainer.step(batch, run.epoch * steps + index, kept=kept)
         if not math.isfinite(total):
-            raise ValueError(f"train_estimator: the loss of epoch {run.epoch} is {total}; lower learning_rate")
+            raise ValueError(
+                f"train_estimator: the loss of epoch {run.epoch} is {total}; lower learning_rate, or look for hidden "
+                "states that are not finite"
+            )
         report = _told_by_first(lambda: evaluate_estimator(estimator.eval(), model, judge))
         run.finish_epoch(-math.inf if math.isnan(report.pearson) else report.pearson)  # NaN: all predictions are equal
         if on_epoch is not None and _rank() == 0:
@@ -174,6 +188,17 @@ def train_estimator(
     estimator.load_state_dict(run.best)
     estimator.trained_on = identity(model)
     return estimator.eval(), evaluate_estimator(estimator, model, judge)
+
+
+def _check_labels(name: str, states: Sequence[Example], hidden_size: int) -> None:
+    for number, state in enumerate(states):
+        if not bool(state.mi.isfinite().all()):
+            raise ValueError(f"train_estimator: {name} must be finite, got another one in state {number}")
+        if state.hidden is not None and state.hidden.shape[1] != hidden_size:
+            raise ValueError(
+                f"train_estimator: {name} must bring hidden states of width {hidden_size}, as the estimator reads, got "
+                f"{state.hidden.shape[1]} in state {number}"
+            )
 
 
 class _Trainer:
@@ -230,7 +255,12 @@ class _Run:
         self._estimator, self._optimizer, self._path, self._settings = estimator, optimizer, path, settings
         self.epoch, self.best_epoch, self._best_score = 0, 0, -math.inf
         self.best: dict[str, Tensor] = {}
-        if path is not None and path.exists():
+        if path is None:
+            return
+        if _rank() == 0:
+            for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while it wrote
+                leftover.unlink()
+        if path.exists():
             self._resume(path)
 
     def finish_epoch(self, score: float) -> None:
