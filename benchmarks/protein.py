@@ -2,10 +2,13 @@
 
 python -m mdmi_fast.tasks.protein chains --out chains.fasta
 python benchmarks/protein.py sample --chains chains.fasta --estimator ESTIMATOR --work WORK
+python benchmarks/protein.py judge --chains chains.fasta --work WORK
 python benchmarks/protein.py score --chains chains.fasta --work WORK --out benchmarks/results/protein.csv
 
 `sample` works in blocks of 100 chains, keeps each block in a file of WORK and skips those that exist: it can be
-stopped and started. `score` reads what is there. Seconds are CPU time of one thread: others may use the machine.
+stopped and started; so can `judge`, which asks the second model. `score` reads what is there. It also writes, for
+every row with mutual information, the difference from its rivals (`rivals`) on the same prompts. Seconds are CPU time
+of one thread: others may use the machine.
 """
 
 from __future__ import annotations
@@ -82,29 +85,61 @@ def _decode(model: Any, asked: list[str], policy: Policy, *, seed: int) -> dict[
     return {"prompts": asked, "chains": chains, "passes": result.passes.tolist(), "seconds": seconds}
 
 
+def judge(options: argparse.Namespace) -> None:
+    """Surprise of chains under the second model, kept in files of WORK; all rows get their first block first."""
+    model: Any = load_model(MODEL)
+    second = load_model(JUDGE)
+    _, judged = split(read_fasta(options.chains), longest=model.max_length - 2)
+    for stop in range(BLOCK, options.most + 1, BLOCK):
+        for task in options.tasks:
+            for name, sampled in _samples(options.work, task, judged).items():
+                path = _judged_path(options.work, task, name)
+                known = json.loads(path.read_text()) if path.exists() else []
+                chains = sampled["chains"][:stop]
+                if options.only not in name or len(known) >= len(chains):
+                    continue
+                # Whole blocks: `surprise` alternates the places it judges with the number of the chain.
+                places = [[i for i, r in enumerate(prompt) if r == "_"] for prompt in sampled["prompts"]]
+                rest = slice(len(known), len(chains))
+                known += surprise(second, chains[rest], places[rest]).tolist()
+                with replace_file(path) as temporary:
+                    temporary.write_text(json.dumps(known))
+                print(path.name, len(known), flush=True)
+
+
 def score(options: argparse.Namespace) -> None:
     model: Any = load_model(MODEL)
-    judge = load_model(JUDGE) if options.most else None
-    _, judged = split(read_fasta(options.chains), longest=model.max_length - 2)
-    real = Reference([chain.residues for chain in judged])
-    found = []
+    others, judged = split(read_fasta(options.chains), longest=model.max_length - 2)
+    real = Reference([chain.residues for chain in others])
+    table, differences = [], []
     for task in options.tasks:
-        samples = _samples(options.work, task)
-        if "sequential" not in samples:
-            continue
-        samples["real chains"] = _real(task, judged, len(samples["sequential"]["chains"]))
+        samples = _samples(options.work, task, judged)
         own = Reference(samples["sequential"]["chains"])
-        for name, sampled in samples.items():
-            places = [[i for i, r in enumerate(prompt) if r == "_"] for prompt in sampled["prompts"]]
-            values = _judged(
-                options.work / f"judged-{task}-{name}.json", judge, sampled["chains"], places, options.most
-            )
-            found.append(_row(task, name, sampled, values, real, own))
-            print(found[-1], flush=True)
-            with replace_file(options.out) as temporary, temporary.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(found[0]))
-                writer.writeheader()
-                writer.writerows(found)
+        surprises = {name: _judged(options.work, task, name) for name in samples}
+        passes = {name: float(np.mean(sampled["passes"])) for name, sampled in samples.items()}
+        for name in sorted(samples, key=lambda name: (passes[name], name)):
+            table.append(_row(task, name, samples[name], surprises[name], real, own))
+            print(table[-1], flush=True)
+            for rival in rivals(name, passes):
+                differences.append(
+                    {"task": task, "policy": name, "passes": round(passes[name], 2)}
+                    | {"against": rival, "passes_against": round(passes[rival], 2)}
+                    | _difference(samples[name], samples[rival], surprises[name], surprises[rival], real)
+                )
+    _write(options.out, table)
+    _write(options.out.with_stem(f"{options.out.stem}_differences"), differences)
+
+
+def rivals(name: str, passes: dict[str, float]) -> list[str]:
+    """What a row with mutual information is measured against: one by one, and of each family without it, and of its
+    control, the fastest that takes at least as many passes."""
+    if "MI budget" not in name or name.startswith("shuffled"):
+        return []
+    found = ["sequential"]
+    for family in ("entropy bound", "top-", "shuffled"):
+        slower = [other for other in passes if other.startswith(family) and passes[other] >= passes[name]]
+        found += [min(slower, key=passes.__getitem__)] if slower else []
+    return found
 
 
 def _row(task: str, name: str, sampled: dict[str, Any], values: Any, real: Reference, own: Reference) -> dict[str, Any]:
@@ -116,28 +151,51 @@ def _row(task: str, name: str, sampled: dict[str, Any], values: Any, real: Refer
         "chains": len(chains),
         "passes": round(float(np.mean(sampled["passes"])), 2),
         "cpu_seconds_per_chain": round(sampled["seconds"] / len(chains), 3),
+        "judged": len(values),
     }
-    unjudged = Estimate(math.nan, math.nan, math.nan)
-    estimates = {"antiberty_nats": mean_estimate(values) if len(values) > 1 else unjudged}
+    row |= _columns("antiberty_nats", mean_estimate(values) if len(values) else _UNJUDGED)
     for prefix, reference in (("real", real), ("own", own)):
-        estimates |= {f"{prefix}_{key}": value for key, value in reference.compare(chains)._asdict().items()}
-    for key, estimate in estimates.items():
-        row |= {
-            key: round(estimate.value, 5),
-            f"{key}_low": round(estimate.low, 5),
-            f"{key}_high": round(estimate.high, 5),
-        }
-    return row | {"judged": len(values), "distinct": round(distinct, 3), "identity": round(identity, 4)}
+        for key, estimate in reference.compare(chains)._asdict().items():
+            row |= _columns(f"{prefix}_{key}", estimate)
+    return row | {"distinct": round(distinct, 3), "identity": round(identity, 4)}
 
 
-def _samples(work: Path, task: Task) -> dict[str, dict[str, Any]]:
-    """name -> all blocks of a row together."""
+def _difference(
+    first: dict[str, Any], second: dict[str, Any], values: Any, other_values: Any, real: Reference
+) -> dict[str, Any]:
+    """`first` minus `second`, of the prompts that both answered."""
+    count, judged = min(len(first["chains"]), len(second["chains"])), min(len(values), len(other_values))
+    row: dict[str, Any] = {"chains": count, "judged": judged}
+    row |= _columns("antiberty_nats", mean_estimate(values[:judged] - other_values[:judged]) if judged else _UNJUDGED)
+    found = real.compare(first["chains"][:count], minus=second["chains"][:count])
+    for key, estimate in found._asdict().items():
+        row |= _columns(f"real_{key}", estimate)
+    return row
+
+
+_UNJUDGED = Estimate(math.nan, math.nan, math.nan)
+
+
+def _columns(name: str, estimate: Estimate) -> dict[str, float]:
+    names = (name, f"{name}_low", f"{name}_high")
+    return {key: round(value, 5) for key, value in zip(names, estimate, strict=True)}
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    with replace_file(path) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _samples(work: Path, task: Task, chains: list[Chain]) -> dict[str, dict[str, Any]]:
+    """name -> all blocks of a row together; real chains are a row too."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(work.glob(f"{task}-*.json"), key=lambda p: int(p.stem.rsplit("-", 1)[1])):
         name = path.stem[len(task) + 1 :].rsplit("-", 1)[0]
         block = json.loads(path.read_text())
         found[name] = {key: found[name][key] + block[key] for key in block} if name in found else block
-    return found
+    return found | {"real chains": _real(task, chains, len(found["sequential"]["chains"]))}
 
 
 def _real(task: Task, chains: list[Chain], count: int) -> dict[str, Any]:
@@ -145,20 +203,17 @@ def _real(task: Task, chains: list[Chain], count: int) -> dict[str, Any]:
     asked = [
         text for block in range(count // BLOCK) for text in prompts(task, chains[BLOCK * block :], BLOCK, seed=block)
     ]
-    residues = [chains[(BLOCK * (n // BLOCK) + n % BLOCK) % len(chains)].residues for n in range(len(asked))]
+    residues = [chains[n % len(chains)].residues for n in range(len(asked))]
     return {"prompts": asked, "chains": residues, "passes": [0] * len(asked), "seconds": 0.0}
 
 
-def _judged(path: Path, judge: Any, chains: list[str], places: list[list[int]], most: int) -> Any:
-    """Surprise of the first chains, kept in a file: judging is the slow part."""
-    known = json.loads(path.read_text()) if path.exists() else []
-    wanted = min(most, len(chains))
-    for start in range(len(known), wanted, 20):  # a multiple of the places that `surprise` alternates between
-        stop = min(start + 20, wanted)
-        known += surprise(judge, chains[start:stop], places[start:stop]).tolist()
-        with replace_file(path) as temporary:
-            temporary.write_text(json.dumps(known))
-    return np.array(known[:wanted])
+def _judged_path(work: Path, task: Task, name: str) -> Path:
+    return work / f"judged-{task}-{name}.json"
+
+
+def _judged(work: Path, task: Task, name: str) -> Any:
+    path = _judged_path(work, task, name)
+    return np.array(json.loads(path.read_text()) if path.exists() else [])
 
 
 def main() -> None:
@@ -168,15 +223,16 @@ def main() -> None:
     sampling.set_defaults(run=sample)
     sampling.add_argument("--estimator", help="folder of one for sapiens:heavy; without it the rows that need none")
     sampling.add_argument("--blocks", type=int, default=5, help="of 100 chains")
-    sampling.add_argument("--only", default="", help="rows whose name contains this")
     sampling.add_argument("--oracle", type=int, metavar="CHAINS", help="the probed rows instead, on so many chains")
+    judging = commands.add_parser("judge")
+    judging.set_defaults(run=judge)
+    judging.add_argument("--most", type=int, default=500, help="chains a row, a tenth of a second each")
     scoring = commands.add_parser("score")
     scoring.set_defaults(run=score)
-    scoring.add_argument("--out", type=Path, required=True, help="CSV to write")
-    scoring.add_argument(
-        "--most", type=int, default=500, help="chains a row that antiberty judges, which is slow; 0 for none"
-    )
-    for command in (sampling, scoring):
+    scoring.add_argument("--out", type=Path, required=True, help="CSV to write; differences go to one beside it")
+    for command in (sampling, judging):
+        command.add_argument("--only", default="", help="rows whose name contains this")
+    for command in (sampling, judging, scoring):
         command.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
         command.add_argument("--chains", type=Path, required=True)
         command.add_argument("--work", type=Path, required=True)
