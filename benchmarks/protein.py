@@ -38,8 +38,8 @@ BLOCK = 20
 
 
 def rows(mi: PairScorer | None) -> dict[str, Policy]:
-    """Every policy by name, without an estimator those that need none; the oracle is apart, see `oracles`."""
-    found: dict[str, Policy] = {"sequential": Sequential(), "random order": Random(1), "all at once": TopK(1000)}
+    """Every policy by name, without an estimator those that need none; but see `slow_rows`."""
+    found: dict[str, Policy] = {"sequential": Sequential(), "all at once": TopK(1000)}
     found |= {f"top-{k}": TopK(k) for k in (4, 8, 12, 24)}
     found |= {f"entropy bound {g:g}": EntropyBound(g) for g in (4, 8, 16, 32)}
     if mi is None:
@@ -52,16 +52,17 @@ def rows(mi: PairScorer | None) -> dict[str, Policy]:
     return found
 
 
-def oracles() -> dict[str, Policy]:
-    """MI from the model itself, some thousand passes a chain: for a subset."""
+def slow_rows() -> dict[str, Policy]:
+    """For a subset: one by one in random order, and MI from the model itself, some thousand passes a chain."""
     probing = Probing(epsilon=0.01, batch_size=128)
-    return {f"probed MI budget {g:g}, no entropy": MIBudget(probing, g, entropy_weight=0.0) for g in (0.3, 1)}
+    found: dict[str, Policy] = {"random order": Random(1)}
+    return found | {f"probed MI budget {g:g}, no entropy": MIBudget(probing, g, entropy_weight=0.0) for g in (0.3, 1)}
 
 
 def sample(options: argparse.Namespace) -> None:
     model: Any = load_model(MODEL)
     _, judged = split(read_fasta(options.chains), longest=model.max_length - 2)
-    policies = oracles() if options.oracle else rows(load_estimator(options.estimator) if options.estimator else None)
+    policies = slow_rows() if options.slow else rows(load_estimator(options.estimator) if options.estimator else None)
     for block in range(options.blocks):
         for task in options.tasks:
             asked = prompts(task, judged[BLOCK * block :], BLOCK, seed=block)
@@ -187,13 +188,13 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def _samples(work: Path, task: Task, chains: list[Chain]) -> dict[str, dict[str, list[Any]]]:
-    """name -> the chains of a row, as many as all have but those of the oracle; real chains are a row too."""
+    """name -> the chains of a row, as many as all have but the slow ones; real chains are a row too."""
     found: dict[str, dict[str, list[Any]]] = {}
     for path in sorted(work.glob(f"{task}-*.json"), key=lambda p: int(p.stem.rsplit("-", 1)[1])):
         name = path.stem[len(task) + 1 :].rsplit("-", 1)[0]
         block = json.loads(path.read_text())
         found[name] = {key: found[name][key] + block[key] for key in block} if name in found else block
-    count = min(len(row["chains"]) for name, row in found.items() if not name.startswith("probed"))
+    count = min(len(row["chains"]) for name, row in found.items() if name not in slow_rows())
     found = {name: {key: values[:count] for key, values in row.items()} for name, row in found.items()}
     # Real chains as if they had been sampled: where a perfect sampler of a perfect model would be.
     asked = found["sequential"]["prompts"]
@@ -217,7 +218,7 @@ def main() -> None:
     sampling.set_defaults(run=sample)
     sampling.add_argument("--estimator", help="folder of one for sapiens:heavy; without it the rows that need none")
     sampling.add_argument("--blocks", type=int, default=25, help=f"of {BLOCK} chains")
-    sampling.add_argument("--oracle", action="store_true", help="the probed rows instead: slow")
+    sampling.add_argument("--slow", action="store_true", help="the rows of a subset instead, see `slow_rows`")
     judging = commands.add_parser("judge")
     judging.set_defaults(run=judge)
     judging.add_argument("--most", type=int, default=500, help="chains a row, a tenth of a second each")
