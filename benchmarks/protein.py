@@ -2,10 +2,13 @@
 
 python -m mdmi_fast.tasks.protein chains --out chains.fasta
 python benchmarks/protein.py sample --chains chains.fasta --estimator ESTIMATOR --work WORK
+python benchmarks/protein.py judge --chains chains.fasta --work WORK
 python benchmarks/protein.py score --chains chains.fasta --work WORK --out benchmarks/results/protein.csv
 
-`sample` works in blocks of 100 chains, keeps each block in a file of WORK and skips those that exist: it can be
-stopped and started. `score` reads what is there. Seconds are CPU time of one thread: others may use the machine.
+`sample` works in blocks of 20 chains, keeps each block in a file of WORK and skips those that exist: it can be
+stopped and started; so can `judge`, which asks the second model. `score` reads the chains that all rows have. It also
+writes, for every row with mutual information, the difference from its rivals (`rivals`) on the same prompts. Seconds
+are CPU time of one thread: others may use the machine.
 """
 
 from __future__ import annotations
@@ -30,40 +33,39 @@ from mdmi_fast.tasks.protein.chains import Chain, read_fasta
 from mdmi_fast.tasks.protein.scores import Reference, diversity
 from mdmi_fast.tasks.protein.states import TASKS, Task, prompts, split
 
-MODEL, JUDGE = "sapiens:heavy", "antiberty"
-BLOCK = 100
+MODEL, JUDGE = "sapiens:heavy?batch_invariant=false", "antiberty"
+BLOCK = 20
 
 
 def rows(mi: PairScorer | None) -> dict[str, Policy]:
-    """Every policy by name, without an estimator those that need none; the oracle is apart, see `oracles`."""
-    found: dict[str, Policy] = {"sequential": Sequential(), "random order": Random(1), "all at once": TopK(1000)}
+    """Every policy by name, without an estimator those that need none; but see `slow_rows`."""
+    found: dict[str, Policy] = {"sequential": Sequential(), "all at once": TopK(1000)}
     found |= {f"top-{k}": TopK(k) for k in (4, 8, 12, 24)}
-    found |= {f"random-{k}": Random(k) for k in (8, 24)}
-    found |= {f"entropy bound {g:g}": EntropyBound(g) for g in (2, 4, 8, 16, 32)}
+    found |= {f"entropy bound {g:g}": EntropyBound(g) for g in (4, 8, 16, 32)}
     if mi is None:
         return found
-    found |= {f"MI budget {g:g}": MIBudget(mi, g) for g in (4, 8, 16, 32)}
-    for gamma in (0.01, 0.03, 0.1, 0.3, 1, 3, 10):
+    found |= {f"MI budget {g:g}": MIBudget(mi, g) for g in (8, 16, 32)}
+    for gamma in (0.03, 0.1, 0.3, 1, 3):
         found[f"MI budget {gamma:g}, no entropy"] = MIBudget(mi, gamma, entropy_weight=0.0)
     for gamma in (0.1, 0.3, 1):
         found[f"shuffled MI budget {gamma:g}, no entropy"] = MIBudget(Shuffled(mi), gamma, entropy_weight=0.0)
     return found
 
 
-def oracles() -> dict[str, Policy]:
-    """MI from the model itself, some thousand passes a chain: for a subset."""
+def slow_rows() -> dict[str, Policy]:
+    """For a subset: one by one in random order, and MI from the model itself, some thousand passes a chain."""
     probing = Probing(epsilon=0.01, batch_size=128)
-    return {f"probed MI budget {g:g}, no entropy": MIBudget(probing, g, entropy_weight=0.0) for g in (0.3, 1)}
+    found: dict[str, Policy] = {"random order": Random(1)}
+    return found | {f"probed MI budget {g:g}, no entropy": MIBudget(probing, g, entropy_weight=0.0) for g in (0.3, 1)}
 
 
 def sample(options: argparse.Namespace) -> None:
     model: Any = load_model(MODEL)
     _, judged = split(read_fasta(options.chains), longest=model.max_length - 2)
-    policies = oracles() if options.oracle else rows(load_estimator(options.estimator) if options.estimator else None)
-    count = options.oracle or BLOCK
+    policies = slow_rows() if options.slow else rows(load_estimator(options.estimator) if options.estimator else None)
     for block in range(options.blocks):
         for task in options.tasks:
-            asked = prompts(task, judged[BLOCK * block :], count, seed=block)
+            asked = prompts(task, judged[BLOCK * block :], BLOCK, seed=block)
             for name, policy in policies.items():
                 path = options.work / f"{task}-{name}-{block}.json"
                 if not path.exists() and options.only in name:
@@ -77,34 +79,66 @@ def _decode(model: Any, asked: list[str], policy: Policy, *, seed: int) -> dict[
     start = time.process_time()
     generator = torch.Generator().manual_seed(seed)
     result = decode(model, tokens, policy, temperature=1.0, generator=generator)
-    seconds = time.process_time() - start
+    seconds = [(time.process_time() - start) / len(asked)] * len(asked)
     chains = model.tokenizer.decode(result.tokens)
     return {"prompts": asked, "chains": chains, "passes": result.passes.tolist(), "seconds": seconds}
 
 
+def judge(options: argparse.Namespace) -> None:
+    """Surprise of chains under the second model, kept in files of WORK; all rows get their first 100 first."""
+    model: Any = load_model(MODEL)
+    second = load_model(JUDGE)
+    _, judged = split(read_fasta(options.chains), longest=model.max_length - 2)
+    for stop in range(5 * BLOCK, options.most + 1, 5 * BLOCK):
+        for task in options.tasks:
+            for name, sampled in _samples(options.work, task, judged).items():
+                path = _judged_path(options.work, task, name)
+                known = json.loads(path.read_text()) if path.exists() else []
+                chains = sampled["chains"][:stop]
+                if options.only not in name or len(known) >= len(chains):
+                    continue
+                # Whole blocks: `surprise` alternates the places it judges with the number of the chain.
+                places = [[i for i, r in enumerate(prompt) if r == "_"] for prompt in sampled["prompts"]]
+                rest = slice(len(known), len(chains))
+                known += surprise(second, chains[rest], places[rest]).tolist()
+                with replace_file(path) as temporary:
+                    temporary.write_text(json.dumps(known))
+                print(path.name, len(known), flush=True)
+
+
 def score(options: argparse.Namespace) -> None:
     model: Any = load_model(MODEL)
-    judge = load_model(JUDGE) if options.most else None
-    _, judged = split(read_fasta(options.chains), longest=model.max_length - 2)
-    real = Reference([chain.residues for chain in judged])
-    found = []
+    others, judged = split(read_fasta(options.chains), longest=model.max_length - 2)
+    real = Reference([chain.residues for chain in others])
+    table, differences = [], []
     for task in options.tasks:
-        samples = _samples(options.work, task)
-        if "sequential" not in samples:
-            continue
-        samples["real chains"] = _real(task, judged, len(samples["sequential"]["chains"]))
+        samples = _samples(options.work, task, judged)
         own = Reference(samples["sequential"]["chains"])
-        for name, sampled in samples.items():
-            places = [[i for i, r in enumerate(prompt) if r == "_"] for prompt in sampled["prompts"]]
-            values = _judged(
-                options.work / f"judged-{task}-{name}.json", judge, sampled["chains"], places, options.most
-            )
-            found.append(_row(task, name, sampled, values, real, own))
-            print(found[-1], flush=True)
-            with replace_file(options.out) as temporary, temporary.open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(found[0]))
-                writer.writeheader()
-                writer.writerows(found)
+        surprises = {name: _judged(options.work, task, name) for name in samples}
+        passes = {name: float(np.mean(sampled["passes"])) for name, sampled in samples.items()}
+        for name in sorted(samples, key=lambda name: (passes[name], name)):
+            table.append(_row(task, name, samples[name], surprises[name], real, own))
+            print(table[-1], flush=True)
+            for rival in rivals(name, passes):
+                differences.append(
+                    {"task": task, "policy": name, "passes": round(passes[name], 2)}
+                    | {"against": rival, "passes_against": round(passes[rival], 2)}
+                    | _difference(samples[name], samples[rival], surprises[name], surprises[rival], real)
+                )
+    _write(options.out, table)
+    _write(options.out.with_stem(f"{options.out.stem}_differences"), differences)
+
+
+def rivals(name: str, passes: dict[str, float]) -> list[str]:
+    """What a row with mutual information is measured against: one by one, and of each family without it, and of its
+    control, the fastest that takes at least as many passes."""
+    if "MI budget" not in name or name.startswith("shuffled"):
+        return []
+    found = ["sequential"]
+    for family in ("entropy bound", "top-", "shuffled"):
+        slower = [other for other in passes if other.startswith(family) and passes[other] >= passes[name]]
+        found += [min(slower, key=passes.__getitem__)] if slower else []
+    return found
 
 
 def _row(task: str, name: str, sampled: dict[str, Any], values: Any, real: Reference, own: Reference) -> dict[str, Any]:
@@ -115,50 +149,66 @@ def _row(task: str, name: str, sampled: dict[str, Any], values: Any, real: Refer
         "policy": name,
         "chains": len(chains),
         "passes": round(float(np.mean(sampled["passes"])), 2),
-        "cpu_seconds_per_chain": round(sampled["seconds"] / len(chains), 3),
+        "cpu_seconds_per_chain": round(float(np.mean(sampled["seconds"])), 3),
+        "judged": len(values),
     }
-    unjudged = Estimate(math.nan, math.nan, math.nan)
-    estimates = {"antiberty_nats": mean_estimate(values) if len(values) > 1 else unjudged}
+    row |= _columns("antiberty_nats", mean_estimate(values) if len(values) else _UNJUDGED)
     for prefix, reference in (("real", real), ("own", own)):
-        estimates |= {f"{prefix}_{key}": value for key, value in reference.compare(chains)._asdict().items()}
-    for key, estimate in estimates.items():
-        row |= {
-            key: round(estimate.value, 5),
-            f"{key}_low": round(estimate.low, 5),
-            f"{key}_high": round(estimate.high, 5),
-        }
-    return row | {"judged": len(values), "distinct": round(distinct, 3), "identity": round(identity, 4)}
+        for key, estimate in reference.compare(chains)._asdict().items():
+            row |= _columns(f"{prefix}_{key}", estimate)
+    return row | {"distinct": round(distinct, 3), "identity": round(identity, 4)}
 
 
-def _samples(work: Path, task: Task) -> dict[str, dict[str, Any]]:
-    """name -> all blocks of a row together."""
-    found: dict[str, dict[str, Any]] = {}
+def _difference(
+    first: dict[str, Any], second: dict[str, Any], values: Any, other_values: Any, real: Reference
+) -> dict[str, Any]:
+    """`first` minus `second`, of the prompts that both answered."""
+    count, judged = min(len(first["chains"]), len(second["chains"])), min(len(values), len(other_values))
+    row: dict[str, Any] = {"chains": count, "judged": judged}
+    row |= _columns("antiberty_nats", mean_estimate(values[:judged] - other_values[:judged]) if judged else _UNJUDGED)
+    found = real.compare(first["chains"][:count], minus=second["chains"][:count])
+    for key, estimate in found._asdict().items():
+        row |= _columns(f"real_{key}", estimate)
+    return row
+
+
+_UNJUDGED = Estimate(math.nan, math.nan, math.nan)
+
+
+def _columns(name: str, estimate: Estimate) -> dict[str, float]:
+    names = (name, f"{name}_low", f"{name}_high")
+    return {key: round(value, 5) for key, value in zip(names, estimate, strict=True)}
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    with replace_file(path) as temporary, temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _samples(work: Path, task: Task, chains: list[Chain]) -> dict[str, dict[str, list[Any]]]:
+    """name -> the chains of a row, as many as all have but the slow ones; real chains are a row too."""
+    found: dict[str, dict[str, list[Any]]] = {}
     for path in sorted(work.glob(f"{task}-*.json"), key=lambda p: int(p.stem.rsplit("-", 1)[1])):
         name = path.stem[len(task) + 1 :].rsplit("-", 1)[0]
         block = json.loads(path.read_text())
         found[name] = {key: found[name][key] + block[key] for key in block} if name in found else block
-    return found
+    count = min(len(row["chains"]) for name, row in found.items() if name not in slow_rows())
+    found = {name: {key: values[:count] for key, values in row.items()} for name, row in found.items()}
+    # Real chains as if they had been sampled: where a perfect sampler of a perfect model would be.
+    asked = found["sequential"]["prompts"]
+    real = [chains[number % len(chains)].residues for number in range(count)]
+    return found | {"real chains": {"prompts": asked, "chains": real, "passes": [0] * count, "seconds": [0] * count}}
 
 
-def _real(task: Task, chains: list[Chain], count: int) -> dict[str, Any]:
-    """Real chains as if they had been sampled: where a perfect sampler of a perfect model would be."""
-    asked = [
-        text for block in range(count // BLOCK) for text in prompts(task, chains[BLOCK * block :], BLOCK, seed=block)
-    ]
-    residues = [chains[(BLOCK * (n // BLOCK) + n % BLOCK) % len(chains)].residues for n in range(len(asked))]
-    return {"prompts": asked, "chains": residues, "passes": [0] * len(asked), "seconds": 0.0}
+def _judged_path(work: Path, task: Task, name: str) -> Path:
+    return work / f"judged-{task}-{name}.json"
 
 
-def _judged(path: Path, judge: Any, chains: list[str], places: list[list[int]], most: int) -> Any:
-    """Surprise of the first chains, kept in a file: judging is the slow part."""
-    known = json.loads(path.read_text()) if path.exists() else []
-    wanted = min(most, len(chains))
-    for start in range(len(known), wanted, 20):  # a multiple of the places that `surprise` alternates between
-        stop = min(start + 20, wanted)
-        known += surprise(judge, chains[start:stop], places[start:stop]).tolist()
-        with replace_file(path) as temporary:
-            temporary.write_text(json.dumps(known))
-    return np.array(known[:wanted])
+def _judged(work: Path, task: Task, name: str) -> Any:
+    path = _judged_path(work, task, name)
+    return np.array(json.loads(path.read_text()) if path.exists() else [])
 
 
 def main() -> None:
@@ -167,16 +217,17 @@ def main() -> None:
     sampling = commands.add_parser("sample")
     sampling.set_defaults(run=sample)
     sampling.add_argument("--estimator", help="folder of one for sapiens:heavy; without it the rows that need none")
-    sampling.add_argument("--blocks", type=int, default=5, help="of 100 chains")
-    sampling.add_argument("--only", default="", help="rows whose name contains this")
-    sampling.add_argument("--oracle", type=int, metavar="CHAINS", help="the probed rows instead, on so many chains")
+    sampling.add_argument("--blocks", type=int, default=25, help=f"of {BLOCK} chains")
+    sampling.add_argument("--slow", action="store_true", help="the rows of a subset instead, see `slow_rows`")
+    judging = commands.add_parser("judge")
+    judging.set_defaults(run=judge)
+    judging.add_argument("--most", type=int, default=500, help="chains a row, a tenth of a second each")
     scoring = commands.add_parser("score")
     scoring.set_defaults(run=score)
-    scoring.add_argument("--out", type=Path, required=True, help="CSV to write")
-    scoring.add_argument(
-        "--most", type=int, default=500, help="chains a row that antiberty judges, which is slow; 0 for none"
-    )
-    for command in (sampling, scoring):
+    scoring.add_argument("--out", type=Path, required=True, help="CSV to write; differences go to one beside it")
+    for command in (sampling, judging):
+        command.add_argument("--only", default="", help="rows whose name contains this")
+    for command in (sampling, judging, scoring):
         command.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
         command.add_argument("--chains", type=Path, required=True)
         command.add_argument("--work", type=Path, required=True)

@@ -1,7 +1,8 @@
-"""Files that are either whole or absent."""
+"""Files that are either whole or absent, and where those lie that the library makes for a user."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,3 +30,21 @@ def replace_file(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cache_folder() -> Path:
+    """Where fetched models and trained estimators lie: MDMI_CACHE, or else in the user's cache folder.
+
+    Raises:
+        ImportError: without platformdirs, if MDMI_CACHE does not name a folder.
+    """
+    named = os.environ.get("MDMI_CACHE")
+    if named:
+        return Path(named)
+    try:
+        from platformdirs import user_cache_path
+    except ImportError:
+        raise ImportError(
+            "the user's cache folder needs platformdirs: pip install platformdirs, or name a folder in MDMI_CACHE"
+        ) from None
+    return user_cache_path("mdmi_fast")

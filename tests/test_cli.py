@@ -139,7 +139,12 @@ def test_help_names_the_policies_and_forms_that_exist() -> None:
         (["sudoku", "--temperature", "inf"], "must be a finite number of at least 0, got inf"),
         (["sudoku", "--json", "--grid"], "not allowed with argument"),
         (["label", "--model", "sudoku", "--out", "x"], "one of the arguments --data --states is required"),
-        (["label", "--model", "hf:x", "--out", "x", "--states", "5"], "--states makes boards for sudoku models"),
+        (
+            ["label", "--model", "hf:x", "--out", "x", "--states", "5"],
+            "--states makes states for sapiens:heavy, sudoku, not for hf:x: give your own with --data",
+        ),
+        (["label", "--model", "sapiens:light", "--out", "x", "--states", "5"], "not for sapiens:light"),
+        (["train", "--labels", "x", "--model", "sudoku?a=1"], "--out is needed: an estimator ships for sudoku?a=1"),
         (["label", "--model", "sudoku", "--out", "x", "--states", "5", "--limit", "2"], "takes no --limit"),
         (["label", "--model", "sudoku", "--out", "x", "--states", "5", "--mask", "uniform"], "and no --mask"),
         (["label", "--model", "sudoku", "--out", "x", "--data", "y", "--keep", "1"], "--keep belongs to --mask"),
@@ -449,6 +454,23 @@ def test_train_finds_out_early_where_it_cannot_run_or_write(run: Run, trained: P
         assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("two_tokens")
+def test_an_estimator_trained_without_a_folder_is_found_by_the_name_of_its_model(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MDMI_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "states.jsonl"
+    data.write_text('{"tokens": [3, 0, 3, 3]}\n' * 8)
+    labels, model = tmp_path / "labels", ("--model", "hf:some/thing?batch_invariant=false")
+    assert run("label", *model, "--data", data, "--out", labels)[0] == 0
+    code, out, err = run("train", *model, "--labels", labels, "--epochs", 1, "--held-out", 0.5, "--layers", 4)
+    assert code == 0, err
+    assert str(tmp_path / "cache" / "estimators" / "hf%3Asome%2Fthing") in out
+    decode = ("decode", "--model", "hf:some/thing", "--data", data, "--policy", "mi-budget:1")
+    assert run(*decode)[0] == 0
+    assert load_estimator("hf:some/thing").trained_on is not None
+
+
 def test_a_killed_training_goes_on_when_the_command_is_given_again(run: Run, trained: Path, tmp_path: Path) -> None:
     train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--epochs", 9, "--patience", 9)
     killed = subprocess.Popen(
@@ -735,7 +757,9 @@ def test_map_of_a_model_without_a_known_structure(run: Run, tmp_path: Path) -> N
     assert "structure" not in out
     assert "3 masked positions, 0 dependent pairs" in out
     code, _, err = run("map", "--model", "any", "--data", data, "--out", tmp_path / "p")
-    assert (code, err) == (2, "mdmi-fast map: no estimator ships for any: name one with --estimator\n")
+    assert code == 2
+    assert err.startswith("mdmi-fast map: no estimator ships for any, and none was trained here: name one with --est")
+    assert "`mdmi-fast label --model any` and `mdmi-fast train --model any`" in err
 
 
 def test_map_writes_every_format_and_compares_with_another_map(

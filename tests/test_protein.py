@@ -213,6 +213,18 @@ def test_interval_of_a_mean_and_of_a_divergence_covers_the_value() -> None:
     assert all(entry.low < entry.value < entry.high for entry in found)
 
 
+def test_a_difference_is_that_of_the_divergences_and_leaves_out_what_both_share() -> None:
+    reference, chains = Reference(random_chains(50)), random_chains(50, seed=1)
+    changed = [chain[:60] + "W" * 5 + chain[65:] for chain in chains]
+    difference = reference.compare(changed, minus=chains)
+    apart, before = reference.compare(changed), reference.compare(chains)
+    for found, first, second in zip(difference, apart, before, strict=True):
+        assert found.value == pytest.approx(first.value - second.value)
+    width, alone = difference.two_mer.high - difference.two_mer.low, apart.two_mer.high - apart.two_mer.low
+    assert width < alone / 2  # 115 of 120 residues are the same in both
+    assert all(estimate.low == estimate.high == 0 for estimate in reference.compare(chains, minus=chains))
+
+
 def test_collapse_shows_in_diversity() -> None:
     assert diversity(["A" * 120] * 4) == (0.25, 1.0)
     distinct, identity = diversity(random_chains(60))

@@ -10,7 +10,7 @@ import pytest
 
 from mdmi_fast import TopK, decode, load_model
 from mdmi_fast.tasks.text import __main__ as commands
-from mdmi_fast.tasks.text.corpus import LETTERS, WINDOW, fetch_text, prompts, windows
+from mdmi_fast.tasks.text.corpus import LETTERS, TASKS, WINDOW, fetch_text, prompts, windows
 from mdmi_fast.tasks.text.model import TOKENIZER, train_model
 
 TEXT = "and god said, let there be light: and there was light. " * 40
@@ -20,7 +20,8 @@ def test_windows_come_from_the_text_and_prompts_hide_half() -> None:
     found = windows(TEXT, 5, seed=0)
     assert found == windows(TEXT, 5, seed=0)
     assert all(len(window) == WINDOW and window in TEXT for window in found)
-    middle, scattered = (prompts(task, found, seed=0) for task in ("infill", "complete"))
+    middle, scattered, whole = (prompts(task, found, seed=0) for task in TASKS)
+    assert whole == found
     assert all(text[16:48] == "_" * 32 and text.count("_") == 32 for text in middle)
     assert all(text.count("_") == 32 for text in scattered)
     assert len({text.index("_") for text in scattered}) > 1

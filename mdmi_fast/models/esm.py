@@ -134,13 +134,19 @@ def load_fair_esm(
 
     Raises:
         ImportError: without `fair-esm`, or where `esm` lies in its place.
+        OSError: if the weights are neither here nor can be downloaded.
         ValueError: for an unknown layer.
     """
     try:
         from esm.pretrained import load_model_and_alphabet
     except ImportError:
         raise ImportError("fair-esm: models need the package fair-esm (not esm): pip install fair-esm") from None
-    network, alphabet = load_model_and_alphabet(name)
+    try:
+        network, alphabet = load_model_and_alphabet(name)
+    except OSError as error:
+        raise OSError(
+            f"fair-esm: {name} cannot be loaded: {error}; a .pt file fetched elsewhere can be named"
+        ) from error
     network = network.to(device=device, dtype=dtype).eval().requires_grad_(False)
     return FairESMModel(network, alphabet, layers=layers, batch_invariant=batch_invariant).to(device)
 

@@ -12,10 +12,11 @@ either kind needs no adapter: say `shift=True` where its logits are shifted.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -77,8 +78,11 @@ class HuggingFaceModel(SequenceModel):
         if mask is None:
             raise ValueError(
                 f"{type(network).__name__}: {'the tokenizer' if tokenizer is not None else 'the configuration'} knows "
-                "no mask token; say which one it is with mask_token_id=..."
+                'no mask token; say which one it is with mask_token_id=N (in the name of a model: "?mask_token_id=N")'
             )
+        known = getattr(getattr(network, "get_input_embeddings", lambda: None)(), "num_embeddings", mask + 1)
+        if not 0 <= mask < known:
+            raise ValueError(f"{type(network).__name__}: mask_token_id must lie in 0..{known - 1}, got {mask}")
         chosen = (layers,) if isinstance(layers, int) else tuple(layers)
         logits, states = _probe(network, mask, chosen)
         if never is None:
@@ -224,6 +228,17 @@ class _Tap(nn.Module):
         return x.new_zeros(1).expand(*x.shape[:-1], self.out_features)
 
 
+class LoadOptions(TypedDict, total=False):
+    """Options of loaders that know the tokenizer themselves; see `load_model`."""
+
+    layers: int | Sequence[int]
+    dtype: torch.dtype | None
+    device: str | torch.device
+    attention: str | None
+    compile: bool
+    batch_invariant: bool
+
+
 def load_model(
     name: str,
     *,
@@ -262,22 +277,46 @@ def load_model(
     Raises:
         ImportError: without transformers.
         OSError: if there is no such model, or no network to fetch it.
-        ValueError: as `HuggingFaceModel`; or for code that is not trusted.
+        ValueError: as `HuggingFaceModel`; for a model that is no masked LM; or for code that is not trusted.
+
+    Warns:
+        UserWarning: for weights that the model lacks.
     """
     try:
         import transformers
     except ImportError:
         raise ImportError("hf: models need transformers: pip install 'mdmi-fast[hf]'") from None
     common = {"trust_remote_code": trust_remote_code, "revision": revision}
-    config = transformers.AutoConfig.from_pretrained(name, **common)
-    diffusion = config.model_type in _DIFFUSION
-    loader = transformers.AutoModel if diffusion else transformers.AutoModelForMaskedLM
-    chosen = {} if attention is None else {"attn_implementation": attention}
-    network = loader.from_pretrained(name, dtype="auto" if dtype is None else dtype, **common, **chosen)
-    if tokenizer is True:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common) if _has_tokenizer(Path(name)) else None
-    elif isinstance(tokenizer, str):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, **common)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        name = str(folder)
+    elif name[0] in "./~" or name.count("/") > 1:
+        raise FileNotFoundError(f"hf: there is no folder {name}")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, **common)
+        diffusion = config.model_type in _DIFFUSION
+        loader = transformers.AutoModel if diffusion else transformers.AutoModelForMaskedLM
+        if not diffusion and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING and not _has_code(config):
+            raise ValueError(f"hf: {name} is a model of type {config.model_type!r}, of which no masked LM is known")
+        chosen = {} if attention is None else {"attn_implementation": attention}
+        network, told = loader.from_pretrained(
+            name, dtype="auto" if dtype is None else dtype, output_loading_info=True, **common, **chosen
+        )
+        if tokenizer is True:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common) if _has_tokenizer(folder) else None
+        elif isinstance(tokenizer, str):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, **common)
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise OSError(
+            f"hf: {name} cannot be loaded: {reason} Without a network, copy the model's folder here and say hf:FOLDER"
+        ) from error
+    if told["missing_keys"]:
+        warnings.warn(
+            f"hf: {name} holds no weights for {', '.join(sorted(told['missing_keys'])[:3])} ({len(told['missing_keys'])} "
+            "in all): they are random, so this is no trained masked LM",
+            stacklevel=2,
+        )
     model = HuggingFaceModel(
         network.eval().requires_grad_(False).to(device),
         tokenizer,
@@ -303,6 +342,11 @@ def _kept(attentions: Sequence[Tensor | None] | None) -> list[Tensor]:
     if not attentions or len(kept) < len(attentions):
         raise ValueError('HuggingFaceModel: this attention keeps no weights; load the model with attention="eager"')
     return kept
+
+
+def _has_code(config: Any) -> bool:
+    """Whether a model brings the code of its masked LM."""
+    return "AutoModelForMaskedLM" in getattr(config, "auto_map", {})
 
 
 def _has_tokenizer(folder: Path) -> bool:

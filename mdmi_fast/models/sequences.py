@@ -44,10 +44,16 @@ class SequenceModel(nn.Module):
         super().__init__()
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.mask_token_id, self.pad_token_id = mask_token_id, pad_token_id
-        self.max_length, self.batch_invariant = max_length, batch_invariant
+        self.max_length = max_length
+        # Not a plain attribute: those tell models apart (`identity`), and labels of either way are of one model.
+        self._batch_invariant = batch_invariant
         unwanted = {token for token in (*never, mask_token_id) if token < vocab_size}
         self.never: Tensor
         self.register_buffer("never", torch.tensor(sorted(unwanted), dtype=torch.int64), persistent=False)
+
+    @property
+    def batch_invariant(self) -> bool:
+        return self._batch_invariant
 
     def run(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and hidden state [B, N, D] of the network itself.
@@ -63,12 +69,13 @@ class SequenceModel(nn.Module):
         """Marginals and hidden states.
 
         Args:
-            tokens: [B, N] int64.
+            tokens: [B, N] int64, on any device.
             attention_mask: [B, N] bool, False at padding, on either side or both; None: padding is where the pad
                 token is.
 
         Returns:
-            logits [B, N, V], -inf at tokens that are never decoded, and hidden [B, N, D]; both 0 at padding.
+            logits [B, N, V], -inf at tokens that are never decoded, and hidden [B, N, D]; both 0 at padding, and on
+            the device of the tokens.
 
         Raises:
             ValueError: for other shapes or dtypes, tokens outside of the vocabulary, a sequence that is too long, or
@@ -88,7 +95,9 @@ class SequenceModel(nn.Module):
         attention_mask: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Call `answer` on sequences without padding around them; put its tensors together to [B, N, ...]."""
-        visible = self._checked(tokens, attention_mask)
+        asked = tokens.device
+        visible = self._checked(tokens, attention_mask).to(self.never.device)
+        tokens = tokens.to(self.never.device)
         lengths = visible.sum(dim=1)
         first = visible.int().argmax(dim=1)
         every = torch.arange(len(tokens), device=tokens.device)
@@ -108,7 +117,7 @@ class SequenceModel(nn.Module):
                 fields = tuple(field.new_zeros(*tokens.shape, *field.shape[2:]) for field in answers)
             for whole, field in zip(fields, answers, strict=True):
                 whole[rows[:, None].expand_as(columns)[inside], columns[inside]] = field[inside]
-        return fields
+        return tuple(field.to(asked) for field in fields)
 
     def _checked(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Which positions are visible: [B, N] bool."""

@@ -12,7 +12,7 @@ import torch
 
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import load_model
-from mdmi_fast.tasks.protein.chains import fetch_chains, read_fasta, write_fasta
+from mdmi_fast.tasks.protein.chains import fetch_chains, own_chains, read_fasta, write_fasta
 from mdmi_fast.tasks.protein.states import TASKS, decoding_states, prompts, split
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     asked = commands.add_parser("prompts", help="chains to fill, for `mdmi-fast decode`")
     for command in (states, asked):
         command.add_argument("--model", default="sapiens:heavy")
-        command.add_argument("--chains", type=Path, required=True, help="written by the command chains")
+        command.add_argument("--chains", type=Path, help="written by the command chains (default: fetched once, and kept)")
         command.add_argument("--count", type=int, required=True)
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--out", type=Path, required=True, help="JSON lines to write")
@@ -46,7 +46,8 @@ def main() -> None:
             (chain,) = model.tokenizer.decode(torch.tensor([json.loads(line)["tokens"]]))
             print(f">{number}\n{chain}")
         return
-    train, judge = split(read_fasta(options.chains), longest=model.max_length - 2)
+    real = own_chains() if options.chains is None else read_fasta(options.chains)
+    train, judge = split(real, longest=model.max_length - 2)
     if options.command == "states":
         tokens = decoding_states(model, model.tokenizer, train, options.count, seed=options.seed)
         _write(options.out, tokens.tolist())

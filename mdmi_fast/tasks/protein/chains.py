@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import cache_folder, replace_file
 
 PACKAGE = "r-cran-alakazam"
 _MEMBER = Path("usr/lib/R/site-library/alakazam/extdata/example_airr.tsv.gz")
@@ -46,6 +46,19 @@ class Chain(NamedTuple):
         """[len(residues)] int: 0 to 6 for FR1, CDR1, FR2, CDR2, FR3, CDR3, FR4."""
         borders = [border for cdr in self.cdrs for border in cdr]
         return np.searchsorted(borders, np.arange(len(self.residues)), side="right")
+
+
+def own_chains() -> list[Chain]:
+    """The chains of `fetch_chains`, fetched once and kept in the cache folder.
+
+    Raises:
+        ImportError: without platformdirs.
+        OSError: as `fetch_chains`.
+    """
+    path = cache_folder() / "heavy_chains.fasta"
+    if not path.exists():
+        write_fasta(fetch_chains(), path)
+    return read_fasta(path)
 
 
 def fetch_chains(*, package: Path | None = None) -> list[Chain]:

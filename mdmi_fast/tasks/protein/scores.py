@@ -55,20 +55,30 @@ class Reference:
         self._weights = np.full(len(chains), 1 / len(chains))
         self._statistics = self._distributions(self._features(chains), self._weights)
 
-    def compare(self, chains: Sequence[str], *, resamples: int = 100, seed: int = 0) -> Divergences:
+    def compare(
+        self, chains: Sequence[str], *, minus: Sequence[str] | None = None, resamples: int = 100, seed: int = 0
+    ) -> Divergences:
         """Divergences of chains from the reference; intervals from bootstrap resampling of `chains`.
 
         Args:
             chains: generated ones.
+            minus: as many others, whose divergences are taken off. Chain n of both answers one prompt, and both are
+                resampled together: what the prompts share is not counted as chance.
             resamples: bootstrap samples; an interval is the value +- 1.96 standard deviations of theirs.
             seed: of the resampling.
         """
-        features = self._features(chains)
         count = len(chains)
-        value = self._divergence(features, np.full(count, 1 / count))
-        draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples) / count
-        deviation = np.std([self._divergence(features, weights) for weights in draws], axis=0)
-        return Divergences(*(Estimate.of(float(v), float(d)) for v, d in zip(value, deviation, strict=True)))
+        features = self._features(chains)
+        others = None if minus is None else self._features(minus)
+
+        def value(weights: Floats) -> Floats:
+            found = self._divergence(features, weights)
+            return found if others is None else found - self._divergence(others, weights)
+
+        even = np.full(count, 1 / count)
+        draws = np.random.default_rng(seed).multinomial(count, even, size=resamples) / count
+        deviation = np.std([value(weights) for weights in draws], axis=0)
+        return Divergences(*map(Estimate.of, value(even).tolist(), deviation.tolist()))
 
     def _features(self, chains: Sequence[str]) -> tuple[Floats, Floats, Floats]:
         """Per chain: residue shares [n, 20], 2-mer shares [n, 400], and one-hot groups of the places [n, P * 6]."""
@@ -90,9 +100,9 @@ class Reference:
         upper = np.triu_indices(_PLACES, 1)
         return [weights @ residue, weights @ two_mer, joint[upper].reshape(-1, size * size)]
 
-    def _divergence(self, features: tuple[Floats, Floats, Floats], weights: Floats) -> list[float]:
+    def _divergence(self, features: tuple[Floats, Floats, Floats], weights: Floats) -> Floats:
         found = self._distributions(features, weights)
-        return [float(jensen_shannon(p, q).mean()) for p, q in zip(found, self._statistics, strict=True)]
+        return np.array([jensen_shannon(p, q).mean() for p, q in zip(found, self._statistics, strict=True)])
 
 
 def diversity(chains: Sequence[str]) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from mdmi_fast.decode import Random, Sequential, decode
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.letters import LetterTokenizer
-from mdmi_fast.tasks.protein.chains import Chain
+from mdmi_fast.tasks.protein.chains import Chain, own_chains
 
 Task = Literal["generate", "infill", "complete"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -48,6 +48,22 @@ def prompts(task: Task, chains: Sequence[Chain], count: int, *, seed: int) -> li
             hidden = random.permutation(length) < length // 2
         found.append("".join("_" if h else r for h, r in zip(hidden, chain.residues, strict=True)))
     return found
+
+
+def heavy_states(model: Any, count: int, *, seed: int) -> list[Tensor]:
+    """States to label of a model of heavy chains, each [N] int64: `decoding_states` of chains that no row is judged by.
+
+    Args:
+        model: with a `LetterTokenizer` as tokenizer.
+        count: how many states.
+        seed: of everything.
+
+    Raises:
+        OSError: if the chains were not fetched before and cannot be now.
+    """
+    chains, _ = split(own_chains(), longest=model.max_length - 2)
+    padded = decoding_states(model, model.tokenizer, chains, count, seed=seed)
+    return [state[state != model.pad_token_id] for state in padded]
 
 
 def decoding_states(

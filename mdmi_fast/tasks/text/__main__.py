@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from mdmi_fast.files import replace_file
-from mdmi_fast.tasks.text.corpus import fetch_text, prompts, windows
+from mdmi_fast.tasks.text.corpus import TASKS, fetch_text, prompts, windows
 from mdmi_fast.tasks.text.model import TOKENIZER, train_model
 
 HELD_OUT = 200_000
@@ -22,7 +22,7 @@ def main() -> None:
     train = commands.add_parser("train", help="train a model")
     train.add_argument("--minutes", type=float, default=10.0, help="of CPU time (default: 10)")
     asked = commands.add_parser("prompts", help="held-out windows to fill, for `mdmi-fast label` and `decode`")
-    asked.add_argument("--task", choices=("infill", "complete"), required=True)
+    asked.add_argument("--task", choices=TASKS, required=True)
     asked.add_argument("--count", type=int, required=True)
     for command in (train, asked):
         command.add_argument("--text", type=Path, required=True, help="written by the command corpus")

@@ -7,12 +7,15 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 import numpy as np
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,.;:'?"
 WINDOW = 64
 """Letters of one sequence."""
+Task = Literal["infill", "complete", "whole"]
+TASKS: tuple[Task, ...] = get_args(Task)
 
 
 def fetch_text(*, packages: Sequence[Path] = ()) -> str:
@@ -44,15 +47,17 @@ def windows(text: str, count: int, *, seed: int) -> list[str]:
     return [text[start : start + WINDOW] for start in starts]
 
 
-def prompts(task: str, texts: Sequence[str], *, seed: int) -> list[str]:
-    """Texts with "_" where the model has to decide: "infill" the middle half, "complete" a random half."""
+def prompts(task: Task, texts: Sequence[str], *, seed: int) -> list[str]:
+    """Texts with "_" where the model has to decide: "infill" the middle half, "complete" a random half, "whole" nothing
+    (for `mdmi-fast label --mask`).
+    """
     random = np.random.default_rng(seed)
     found = []
     for text in texts:
         hidden = np.zeros(len(text), dtype=bool)
         if task == "infill":
             hidden[len(text) // 4 : 3 * len(text) // 4] = True
-        else:
+        elif task == "complete":
             hidden = random.permutation(len(text)) < len(text) // 2
         found.append("".join("_" if h else letter for h, letter in zip(hidden, text, strict=True)))
     return found

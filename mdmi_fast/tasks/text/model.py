@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import Unpack
 
-from mdmi_fast.models.huggingface import HuggingFaceModel
+from mdmi_fast.models.huggingface import HuggingFaceModel, LoadOptions
 from mdmi_fast.models.huggingface import load_model as load_huggingface
 from mdmi_fast.models.letters import LetterTokenizer
 from mdmi_fast.tasks.text.corpus import LETTERS, windows
@@ -82,11 +83,11 @@ def train_model(
     network.save_pretrained(folder)
 
 
-def load_model(folder: str, **options: Any) -> HuggingFaceModel:
+def load_model(folder: str, **options: Unpack[LoadOptions]) -> HuggingFaceModel:
     """The model that `train_model` saved: `load_model("text:FOLDER")`.
 
     Args:
         folder: where.
-        **options: of `mdmi_fast.models.huggingface.load_model`.
+        **options: see `mdmi_fast.models.huggingface.load_model`.
     """
     return load_huggingface(folder, tokenizer=TOKENIZER, **options)
