@@ -156,6 +156,7 @@ def decode(
             model=model,
             tokens=rows.tokens,
             logits=logits,
+            sampled=temperature == 1 and top_k is None and top_p == 1,
             attention=attention,
             seeds=rows.seeds,
             sequences=rows.sequence,

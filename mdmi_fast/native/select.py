@@ -66,7 +66,7 @@ def _within_budget(
     order: str,
     limit: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Matrix: address, dtype code, strides and window of the MI."""
+    address, dtype, strides, window = matrix
     entropy = single_or_double(entropy)
     selected, spent = _new_selection(entropy)
     _C.select_budget(
@@ -76,7 +76,10 @@ def _within_budget(
         DTYPE[entropy.dtype],
         entropy.stride(),
         *mask_of(mask),
-        *matrix,
+        address,
+        dtype,
+        strides,
+        window,
         gamma.data_ptr(),
         lam,
         entropy_weight,

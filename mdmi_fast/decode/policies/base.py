@@ -36,6 +36,7 @@ class Step(int):
         tokens: [B, N] int64, the state of the pass (for probing).
         logits: [B, N, V], what the model said (for `Stability`).
         attention: [B, N, N], attention between positions (for `AttentionGraph`).
+        sampled: whether tokens are drawn from softmax(logits) as it is: temperature 1, no top_k, no top_p.
         seeds: [B] int64, one a sequence (for randomness that does not depend on the batch).
         sequences: [B] int64, which sequences these are, where they are numbered (for limits given per sequence).
         attention_mask: [B, N] bool, False at padding; None: no padding.
@@ -47,6 +48,7 @@ class Step(int):
     model: MaskedModel | None
     tokens: Tensor | None
     logits: Tensor | None
+    sampled: bool
     attention: Tensor | None
     seeds: Tensor | None
     sequences: Tensor | None
@@ -61,6 +63,7 @@ class Step(int):
         model: MaskedModel | None = None,
         tokens: Tensor | None = None,
         logits: Tensor | None = None,
+        sampled: bool = False,
         attention: Tensor | None = None,
         seeds: Tensor | None = None,
         sequences: Tensor | None = None,
@@ -69,7 +72,8 @@ class Step(int):
         notes: dict[str, Tensor] | None = None,
     ) -> Step:
         step = super().__new__(cls, index)
-        step.model, step.tokens, step.logits, step.attention = model, tokens, logits, attention
+        step.model, step.tokens, step.attention = model, tokens, attention
+        step.logits, step.sampled = logits, sampled
         step.seeds, step.sequences, step.attention_mask = seeds, sequences, attention_mask
         step.memory, step.notes = memory, notes
         return step
