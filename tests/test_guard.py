@@ -373,7 +373,17 @@ def test_other_weights_start_with_the_first_stage(tmp_path: Path) -> None:
     assert Guard(MIBudget(estimator, 0.1), state=path).share == 0.05
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"share": 1}', "{"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"share": 1}',
+        "{",
+        '{"share": 1, "watched": "TopK(k=2)", "policy": {}, "control": {}, "stage": 9}',
+        '{"share": 1, "watched": "TopK(k=2)", "policy": {}, "control": {}, "capital": {"step": [1.0]}}',
+    ],
+)
 def test_a_file_that_is_no_state_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "guard.json"
     path.write_text(content)

@@ -234,17 +234,19 @@ class Guard:
         if seeds is None:
             raise ValueError("Guard: step must be a Step with seeds, got a bare number")
         self._see_movement(step)  # type: ignore[arg-type] # it has seeds, so it is a Step
-        watched = torch.tensor([self._arm(seed) for seed in seeds.tolist()], device=mask.device).unsqueeze(-1)
+        arms = [self._arm(seed) for seed in seeds.tolist()]
+        watched = torch.tensor(arms, device=mask.device).unsqueeze(-1)
         if self.audit_share and self._random.random() < self.audit_share:
             self._audit(hidden, mask, step)  # type: ignore[arg-type]
-        ours = Selection(torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.float64, device=mask.device))
-        if bool(watched.any()):
+        nothing = Selection(torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.float64, device=mask.device))
+        ours = nothing
+        if any(arms):
             try:
                 ours = self._tightened.select(stats, hidden, mask & watched, step)
             except Exception as error:  # whatever it is, sequential decoding goes on
                 self._failed(error)
-                watched = torch.zeros_like(watched)
-        theirs = self.control.select(stats, hidden, mask & ~watched, step)
+                arms, watched = [False] * len(arms), torch.zeros_like(watched)
+        theirs = nothing if all(arms) else self.control.select(stats, hidden, mask & ~watched, step)
         selected = torch.where(watched, ours.selected, theirs.selected)
         if self.movement_share and self._random.random() < self.movement_share:
             self._await_movement(hidden, mask, step, selected)  # type: ignore[arg-type]
@@ -302,16 +304,12 @@ class Guard:
     def _load(self, watched: str) -> _State:
         if self._path is None or not self._path.exists():
             return _State(watched)
-        try:
-            held = json.loads(self._path.read_text())
-            held.pop("share")
-            held["policy"], held["control"] = ArmTotals(**held["policy"]), ArmTotals(**held["control"])
-            state = _State(**held)
-            if not 0 <= state.stage < len(self.thresholds.stages):
-                raise ValueError(f"there is no stage {state.stage}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self._path}: not the state of a guard: {error}") from error
-        return state if state.watched == watched else _State(watched)
+        state, _ = read_state(self._path)
+        if state.watched != watched:
+            return _State(watched)
+        if not 0 <= state.stage < len(self.thresholds.stages):
+            raise ValueError(f"{self._path}: not the state of a guard: there is no stage {state.stage}")
+        return state
 
     def _arm(self, seed: int) -> bool:
         """Whether a sequence is the watched policy's: decided when it is first seen, by its seed and the share."""
@@ -485,6 +483,28 @@ class Guard:
         if name is not None and scale != 1:
             policy = dataclasses.replace(policy, **{name: _scaled(getattr(policy, name), scale)})
         return policy  # type: ignore[no-any-return]
+
+
+def read_state(path: Path) -> tuple[_State, float]:
+    """What a guard wrote to its file: its state and the share of the watched policy.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not the state of a guard; the file is named.
+    """
+    try:
+        held = json.loads(path.read_text())
+        share = held.pop("share")
+        held["policy"], held["control"] = ArmTotals(**held["policy"]), ArmTotals(**held["control"])
+        state = _State(**held)
+        sides = [*vars(state.policy).values(), *vars(state.control).values()]
+        for number in (share, state.stage, state.scale, state.audits, state.errors, *state.alarms.values(), *sides):
+            check.number("state", "each count", number)
+        for capital in state.capital.values():
+            Evidence(upper=1.0, interval=2.0, capital=capital)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not the state of a guard: {error}") from error
+    return state, share
 
 
 def pseudo_likelihood(
