@@ -1,13 +1,12 @@
 """What watching costs a decoding pass: python benchmarks/guard_overhead.py.
 
-Puzzles decoded within a budget of mutual information, plain and watched, the ways taken in turn. All sequences go to
+Puzzles sampled within a budget of mutual information, plain and watched, the ways taken in turn. All sequences go to
 the watched policy, so that the passes are the same: what a sequential control costs is its share of passes, not this.
 """
 
 from __future__ import annotations
 
 import csv
-import statistics
 import time
 from pathlib import Path
 
@@ -32,30 +31,30 @@ def main() -> None:
     everything = Thresholds(stages=(1 - 1e-12,))
     ways: dict[str, Policy] = {
         "plain": policy,
-        "guard without audits": Guard(policy, thresholds=everything, audit_share=0.0),
-        "guard, 2% of passes audited": Guard(policy, thresholds=everything, audit_share=0.02),
+        "guard without audits": Guard(policy, thresholds=everything, audit_share=0.0, movement_share=0.0),
+        "guard, 2% of passes probed": Guard(policy, thresholds=everything, audit_share=0.02, movement_share=0.0),
+        "guard, every pass compared": Guard(policy, thresholds=everything, audit_share=0.0, movement_share=1.0),
         "traced, nobody recording": Traced(policy),
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    plain = None
+    passes = 0
     for turn in range(ROUNDS + 1):
         seeds = torch.arange(BOARDS) + BOARDS * turn
+        plain = decode(model, tokens, policy, seeds=seeds, temperature=1.0)
+        passes += int(plain.passes.max()) if turn else 0  # the first turn is for warming up
         for name, way in ways.items():
             start = time.perf_counter()
-            result = decode(model, tokens, way, seeds=seeds)
+            result = decode(model, tokens, way, seeds=seeds, temperature=1.0)
             if isinstance(way, Guard):
                 way.finish(seeds, quality=[1.0] * BOARDS, passes=result.passes)
-            if turn:  # the first is for warming up
+            if turn:
                 seconds[name].append(time.perf_counter() - start)
-            plain = result.tokens if plain is None else plain
-            assert torch.equal(result.tokens, plain), name
-    passes = int(result.passes.max())
+            assert torch.equal(result.tokens, plain.tokens), name
     rows = []
     for name, taken in seconds.items():
         # The mean, for audits come now and then; each round against the plain decode of the same round.
         extra = [mine - base for mine, base in zip(taken, seconds["plain"], strict=True)]
-        per_pass = 1e6 * statistics.mean(taken) / passes
-        rows.append((name, f"{per_pass:.0f}", f"{1e6 * statistics.mean(extra) / passes:.1f}"))
+        rows.append((name, f"{1e6 * sum(taken) / passes:.0f}", f"{1e6 * sum(extra) / passes:.1f}"))
         print(f"{name:<30}{rows[-1][1]:>8} us a pass of up to {BOARDS} boards, {rows[-1][2]:>8} us more than plain")
     with replace_file(RESULTS) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

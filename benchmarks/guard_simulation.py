@@ -2,25 +2,32 @@
 
 Sequences are simulated with the qualities and correlations that the Sudoku model was measured to have: 92.6% valid
 boards, and an r of 0.89 with a standard deviation of 0.036 in blocks of 20 audited positions. The defaults of
-`Thresholds` decide. A delay counts the sequences (or audits) from the change to the alarm.
+`Thresholds` decide. A delay counts the sequences (or audits) from the change to the alarm. Movement is not
+simulated: boards are sampled from empty grids one cell a pass, and the shipped estimator's predictions of every reveal
+are compared with the next pass; runs draw from these reveals, and broken estimators are made of its predictions.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from mdmi_fast import EntropyBound
+from mdmi_fast import EntropyBound, Sequential, decode, load_estimator, load_model
+from mdmi_fast.decode.audit import MovementBlock, Reveal
 from mdmi_fast.decode.evidence import Evidence
 from mdmi_fast.decode.guard import Guard, Thresholds
+from mdmi_fast.decode.policies import Step
+from mdmi_fast.estimator.network import PairScorer
 from mdmi_fast.files import replace_file
+from mdmi_fast.ops import Selection, TokenStats
 
 RESULTS = Path(__file__).parent / "results" / "guard.csv"
 QUALITY, CORRELATION, CORRELATION_SD = 0.926, 0.89, 0.036
@@ -103,6 +110,68 @@ def false_alarms(runs: int) -> Iterator[Row]:
         )
 
 
+Reveals = list[tuple[torch.Tensor, torch.Tensor]]
+"""Predicted mutual information of the pairs of a reveal, and how far the marginals moved."""
+
+
+class Recorder:
+    """Sequential decoding in which every reveal of every sequence is looked at."""
+
+    def __init__(self, estimator: PairScorer) -> None:
+        self.estimator, self.luck = estimator, random.Random(0)
+        self.waiting: list[Reveal] = []
+        self.seen: Reveals = []
+
+    def select(self, stats: TokenStats, hidden: torch.Tensor, mask: torch.Tensor, step: Step) -> Selection:
+        for reveal in self.waiting:
+            moved = reveal.moved(step, step.model.mask_token_id)
+            if moved is not None:
+                self.seen.append((reveal.predicted, moved))
+        selection = Sequential().select(stats, hidden, mask, step)
+        rows = [row for row, masked in enumerate(mask.sum(dim=-1).tolist()) if masked >= 3]
+        self.waiting = [
+            Reveal.of(self.estimator, hidden, mask, step, row, int(selection.selected[row].nonzero()), self.luck)
+            for row in rows
+        ]
+        return selection
+
+
+def movement(runs: int) -> Iterator[Row]:
+    model, recorder = load_model("sudoku"), Recorder(load_estimator("sudoku"))
+    decode(model, torch.full((40, 81), model.mask_token_id), recorder, temperature=1.0, seeds=torch.arange(40))
+    whole = MovementBlock()
+    for predicted, moved in recorder.seen:
+        whole.add(predicted, moved)
+    slope = whole.slope()
+    limits = Thresholds()
+    broken: list[tuple[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]]] = [
+        ("as shipped", lambda predicted, _: predicted),
+        ("scaled to a slope of 0.5", lambda predicted, _: predicted * (slope / limits.movement_off)),
+        ("noise of twice its spread", lambda p, g: p + 2 * p.std() * torch.randn(p.shape, generator=g)),
+        ("3 times too high", lambda predicted, _: 3 * predicted),
+        ("pairs shuffled", lambda predicted, g: predicted[torch.randperm(len(predicted), generator=g)]),
+        ("0 for all pairs", lambda predicted, _: torch.zeros_like(predicted)),
+    ]
+    for name, change in broken:
+        found, watched, slopes = [], 0, []
+        for run in range(runs):
+            luck, draws = np.random.default_rng(run), torch.Generator().manual_seed(run)
+            evidence = Evidence(upper=1 - limits.movement_off, interval=limits.interval)
+            for number in range(1, 501):
+                block = MovementBlock()
+                for at in luck.integers(0, len(recorder.seen), limits.audited_positions):
+                    predicted, moved = recorder.seen[at]
+                    block.add(change(predicted, draws), moved)
+                slopes.append(block.slope())
+                watched += limits.audited_positions
+                if evidence.add(min(slopes[-1], 1.0) - limits.movement_off):
+                    found.append(number * limits.audited_positions)
+                    break
+        mean, deviation = statistics.mean(slopes), statistics.stdev(slopes)
+        situation = f"Sudoku estimator, {name}: slope {mean:.2f}, sd {deviation:.2f} of {limits.audited_positions}"
+        yield row("movement_off", situation, "reveals", runs, watched, found)
+
+
 def row(signal: str, situation: str, unit: str, runs: int, observed: int, delays: list[int]) -> Row:
     median = f"{statistics.median(delays):.0f}" if delays else ""
     p95 = f"{np.percentile(delays, 95):.0f}" if delays else ""
@@ -114,7 +183,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=20)
     runs = parser.parse_args().runs
     rows = []
-    for part in (canary, correlation, false_alarms):
+    for part in (canary, correlation, movement, false_alarms):
         for found in part(runs):
             rows.append(found)
             print("  ".join(str(value) for value in found), flush=True)

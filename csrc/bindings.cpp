@@ -7,6 +7,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -124,16 +125,19 @@ PYBIND11_MODULE(_C, m) {
     return mdmi::kernels().fma_burst(rounds);
   });
 
-  m.def("select_budget", [](std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int entropy_dtype,
-                            Strides2 entropy_strides, uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype,
-                            Strides3 mi_strides, uintptr_t gamma, double lam, double entropy_weight, bool cheapest,
-                            int64_t limit, uintptr_t selected, uintptr_t spent, int threads) {
-    py::gil_scoped_release unlocked;
-    mdmi::select_budget(positions(shape, entropy, entropy_dtype, entropy_strides, mask, mask_strides),
-                        matrix(mi, mi_dtype, mi_strides),
-                        {pointer<double>(gamma), lam, entropy_weight, cheapest, limit}, pointer<uint8_t>(selected),
-                        pointer<double>(spent), threads);
-  });
+  m.attr("no_window") = mdmi::kNoWindow;
+  m.def("select_budget",
+        [](const std::string& op, std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int entropy_dtype,
+           Strides2 entropy_strides, uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype,
+           Strides3 mi_strides, int64_t window, uintptr_t gamma, double lam, double entropy_weight, bool cheapest,
+           int64_t limit, uintptr_t selected, uintptr_t spent, int threads) {
+          py::gil_scoped_release unlocked;
+          mdmi::MiMatrix pairs = matrix(mi, mi_dtype, mi_strides);
+          pairs.window = window;
+          mdmi::select_budget(op.c_str(), positions(shape, entropy, entropy_dtype, entropy_strides, mask, mask_strides),
+                              pairs, {pointer<double>(gamma), lam, entropy_weight, cheapest, limit},
+                              pointer<uint8_t>(selected), pointer<double>(spent), threads);
+        });
   m.def("select_threshold",
         [](std::tuple<int64_t, int64_t> shape, uintptr_t entropy, int entropy_dtype, Strides2 entropy_strides,
            uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype, Strides3 mi_strides, double tau,

@@ -91,7 +91,8 @@ int mdmi_select_budget(int64_t batch, int64_t n, const float* entropy, const flo
     require_weight(name, "entropy_weight", entropy_weight);
     require_between(name, "order", order, MDMI_ORDER_CHEAPEST);
     const mdmi::BudgetRule rule{gamma, lam, entropy_weight, order == MDMI_ORDER_CHEAPEST, checked_limit(name, limit)};
-    mdmi::select_budget(positions(batch, n, entropy, mask), matrix(n, mi), rule, selected, spent, threads);
+    mdmi::select_budget("select_budget", positions(batch, n, entropy, mask), matrix(n, mi), rule, selected, spent,
+                        threads);
   });
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels.hpp"
@@ -19,7 +20,7 @@ constexpr int64_t kScanRows = 64;
 template <class M>
 struct MiRow {  // the matrix of one batch row
   const M* data;
-  int64_t stride_i, stride_j;
+  int64_t stride_i, stride_j, window;
   M at(int64_t i, int64_t j) const { return data[i * stride_i + j * stride_j]; }
   double positive(int64_t i, int64_t j) const {
     const double value = double(at(i, j));
@@ -29,7 +30,17 @@ struct MiRow {  // the matrix of one batch row
 
 template <class M>
 MiRow<M> mi_row(const MiMatrix& mi, int64_t b) {
-  return {static_cast<const M*>(mi.data) + b * mi.stride_b, mi.stride_i, mi.stride_j};
+  return {static_cast<const M*>(mi.data) + b * mi.stride_b, mi.stride_i, mi.stride_j, mi.window};
+}
+
+// Ranks [begin, end) of the candidates within the window around position i; they lie in the order of their index.
+template <class M>
+std::pair<size_t, size_t> near(const MiRow<M>& mi, const std::vector<Candidate>& candidates, int64_t i) {
+  if (mi.window == kNoWindow) return {0, candidates.size()};
+  const auto before = [](const Candidate& c, int64_t index) { return c.index < index; };
+  const auto begin = std::lower_bound(candidates.begin(), candidates.end(), i - mi.window, before);
+  const auto end = std::lower_bound(begin, candidates.end(), i + mi.window + 1, before);
+  return {size_t(begin - candidates.begin()), size_t(end - candidates.begin())};
 }
 
 struct NanAt {
@@ -42,12 +53,15 @@ bool may_hold_nan(const double*, int64_t, int64_t) { return true; }
 // Among rows masked[begin, end) of the matrix. A whole row is scanned first, unmasked columns too: that is much faster.
 template <class M>
 NanAt first_nan_mi(const MiRow<M>& mi, const std::vector<Candidate>& masked, size_t begin, size_t end) {
-  const int64_t first = masked.front().index, span = masked.back().index - first + 1;
   for (size_t k = begin; k < end; ++k) {
     const int64_t i = masked[k].index;
+    const auto [from, to] = near(mi, masked, i);
+    const int64_t first = masked[from].index, span = masked[to - 1].index - first + 1;
     if (!may_hold_nan(mi.data + i * mi.stride_i + first * mi.stride_j, mi.stride_j, span)) continue;
-    for (const Candidate& c : masked)
-      if (c.index != i && mi.at(i, c.index) != mi.at(i, c.index)) return {i, c.index};
+    for (size_t other = from; other < to; ++other) {
+      const int64_t j = masked[other].index;
+      if (j != i && mi.at(i, j) != mi.at(i, j)) return {i, j};
+    }
   }
   return {};
 }
@@ -119,6 +133,36 @@ double budget_by_entropy(const MiRow<M>& mi, std::vector<Candidate>& candidates,
   return taken.spent;
 }
 
+// The same within a window. Few of the candidates are near one that is taken, so it is told to them at once.
+template <class M>
+double budget_in_window(const MiRow<M>& mi, int64_t n, std::vector<Candidate>& candidates, const BudgetRule& rule,
+                        double gamma, uint8_t* selected) {
+  Taken taken{selected};
+  std::vector<double> mi_sum(size_t(n), 0.0);  // by position
+  const auto own_cost = [&](const Candidate& c) { return weighted(rule.entropy_weight, c.entropy); };
+  const auto take = [&](const Candidate& c, double cost) {
+    taken.take(c.index, cost);
+    const int64_t last = std::min(n - 1, c.index + mi.window);
+    for (int64_t i = std::max<int64_t>(0, c.index - mi.window); i <= last; ++i)
+      mi_sum[size_t(i)] += mi.positive(i, c.index);
+  };
+  const Candidate first = *std::min_element(candidates.begin(), candidates.end());
+  take(first, own_cost(first));
+  double remaining = gamma - taken.spent;
+  keep_hopeful(candidates, first, remaining, own_cost);
+
+  AscendingOrder order(candidates);
+  for (size_t rank = 0; rank < order.size() && int64_t(taken.order.size()) < rule.limit; ++rank) {
+    const Candidate next = order[rank];
+    if (own_cost(next) > remaining) break;  // and so are all later ones
+    const double cost = own_cost(next) + weighted(rule.lam, mi_sum[size_t(next.index)]);
+    if (!(cost <= remaining)) continue;
+    take(next, cost);
+    remaining -= cost;
+  }
+  return taken.spent;
+}
+
 template <class M>
 double budget_by_cost(const MiRow<M>& mi, std::vector<Candidate>& candidates, const BudgetRule& rule, double gamma,
                       uint8_t* selected) {
@@ -139,7 +183,8 @@ double budget_by_cost(const MiRow<M>& mi, std::vector<Candidate>& candidates, co
     // Kept in the order of their index, on which ties are decided.
     candidates.erase(candidates.begin() + int64_t(cheapest));
     mi_sum.erase(mi_sum.begin() + int64_t(cheapest));
-    for (size_t k = 0; k < candidates.size(); ++k) mi_sum[k] += mi.positive(candidates[k].index, j);
+    const auto [begin, end] = near(mi, candidates, j);
+    for (size_t k = begin; k < end; ++k) mi_sum[k] += mi.positive(candidates[k].index, j);
   }
   return taken.spent;
 }
@@ -194,8 +239,8 @@ void color_row(const MiRow<M>& mi, const std::vector<Candidate>& masked, double 
   }
 }
 
-int useful_threads(const Positions& positions, int threads) {
-  const int64_t elements = positions.batch * positions.n * positions.n;
+int useful_threads(const Positions& positions, const MiMatrix& mi, int threads) {
+  const int64_t elements = positions.batch * positions.n * std::min(positions.n, 2 * mi.window + 1);
   return int(std::max<int64_t>(1, std::min<int64_t>(threads, elements / kElementsPerThread)));
 }
 
@@ -203,7 +248,7 @@ int useful_threads(const Positions& positions, int threads) {
 template <class M, class SelectRow>
 void select_rows(const char* op, const Positions& positions, const MiMatrix& mi, uint8_t* selected, double* spent,
                  int threads, SelectRow select_row) {
-  threads = useful_threads(positions, threads);
+  threads = useful_threads(positions, mi, threads);
   auto masked = checked_positions<M>(op, positions, mi, threads);
   std::fill_n(selected, positions.batch * positions.n, uint8_t(0));
   parallel_for(positions.batch, threads, [&](int64_t b, int) {
@@ -223,15 +268,18 @@ void with_type(const MiMatrix& mi, Body body) {
 
 }  // namespace
 
-void select_budget(const Positions& positions, const MiMatrix& mi, const BudgetRule& rule, uint8_t* selected,
-                   double* spent, int threads) {
+void select_budget(const char* op, const Positions& positions, const MiMatrix& mi, const BudgetRule& rule,
+                   uint8_t* selected, double* spent, int threads) {
   with_type(mi, [&](auto type) {
     using M = decltype(type);
-    select_rows<M>("select_budget", positions, mi, selected, spent, threads,
+    select_rows<M>(op, positions, mi, selected, spent, threads,
                    [&](const MiRow<M>& row, std::vector<Candidate>& candidates, int64_t b) {
+                     const double gamma = rule.gamma[b];
                      uint8_t* out = selected + b * positions.n;
-                     return rule.cheapest ? budget_by_cost(row, candidates, rule, rule.gamma[b], out)
-                                          : budget_by_entropy(row, candidates, rule, rule.gamma[b], out);
+                     if (rule.cheapest) return budget_by_cost(row, candidates, rule, gamma, out);
+                     if (row.window != kNoWindow)
+                       return budget_in_window(row, positions.n, candidates, rule, gamma, out);
+                     return budget_by_entropy(row, candidates, rule, gamma, out);
                    });
   });
 }
@@ -250,7 +298,7 @@ void select_threshold(const Positions& positions, const MiMatrix& mi, double tau
 void color(const Positions& positions, const MiMatrix& mi, double tau, int64_t* group, int threads) {
   with_type(mi, [&](auto type) {
     using M = decltype(type);
-    threads = useful_threads(positions, threads);
+    threads = useful_threads(positions, mi, threads);
     const auto masked = checked_positions<M>("color", positions, mi, threads);
     std::fill_n(group, positions.batch * positions.n, int64_t(-1));
     parallel_for(positions.batch, threads,

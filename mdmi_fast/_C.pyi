@@ -21,6 +21,7 @@ Gradients = tuple[int, int, Sequence[int], Sequence[int], int, int]
 ROW_STATE_BYTES: int
 sudoku_weights: int
 sudoku_hidden: int
+no_window: int
 
 def isa() -> str:
     """The instruction set in use; RuntimeError where MDMI_FORCE_ISA names one that cannot run here."""
@@ -30,6 +31,7 @@ def fma_burst(rounds: int, /) -> int:
     """Multiply-adds in registers, as fast as this processor can; returns the operations done."""
 
 def select_budget(
+    op: str,
     shape: Sequence[int],
     entropy: int,
     entropy_dtype: int,
@@ -39,6 +41,7 @@ def select_budget(
     mi: int,
     mi_dtype: int,
     mi_strides: Strides3,
+    window: int,
     gamma: int,
     lam: float,
     entropy_weight: float,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -12,10 +15,12 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import EntropyBound, MIBudget, PairwiseMIEstimator, Probing, Sequential, TopK, decode
-from mdmi_fast.decode.audit import AuditBlock, audit_position
+from mdmi_fast.decode.audit import AuditBlock, MovementBlock, Reveal, audit_position
 from mdmi_fast.decode.evidence import Evidence
 from mdmi_fast.decode.guard import Guard, Thresholds, pseudo_likelihood
-from mdmi_fast.decode.policies import Step
+from mdmi_fast.decode.policies import MISource, Step
+from mdmi_fast.labels import label_mi
+from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
 
 SOON = Thresholds(
@@ -168,8 +173,11 @@ def test_a_block_says_what_closed_forms_say() -> None:
     assert block.calibration() == pytest.approx([0.03, 0.1, math.nan, 0.3], abs=1e-6, nan_ok=True)
     flat = AuditBlock()
     flat.add(torch.ones(3), torch.rand(3))
-    assert flat.correlation() is None
+    assert flat.correlation() == 0.0  # an estimator that says the same of all pairs knows nothing
     assert flat.false_independence(0.5) is None
+    independent = AuditBlock()
+    independent.add(torch.rand(3), torch.zeros(3))
+    assert independent.correlation() is None
 
 
 def test_a_perfect_correlation_is_not_rounded_past_1() -> None:
@@ -199,6 +207,139 @@ def test_low_correlation_falls_back_and_high_correlation_does_not(good: bool) ->
     else:
         assert guard.state.correlation < 0.75
         assert (guard.share, guard.state.reason) == (0.0, "correlation_off")
+
+
+def exact_source(model: JointTable, wrong: Callable[[Tensor], Tensor] = Tensor.clone) -> MISource:
+    """The mutual information itself of every state, or what `wrong` makes of the values of its pairs."""
+
+    class Exact:
+        needs_step: ClassVar[Literal[True]] = True
+        known: ClassVar[dict[tuple[int, ...], Tensor]] = {}
+
+        def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
+            rows = [self.of(tuple(tokens)) for tokens in step.tokens.tolist()]  # type: ignore[attr-defined]
+            return torch.stack(rows)
+
+        def of(self, tokens: tuple[int, ...]) -> Tensor:
+            if tokens not in self.known:
+                self.known[tokens] = model.mutual_information(torch.tensor(tokens)).float()
+            i, j = self.known[tokens].triu(1).nonzero(as_tuple=True)
+            mi = torch.zeros_like(self.known[tokens])
+            mi[i, j] = mi[j, i] = wrong(self.known[tokens][i, j])
+            return mi
+
+    return Exact()
+
+
+def shuffle(values: Tensor) -> Tensor:
+    return values[torch.randperm(len(values))]
+
+
+def test_what_moves_is_on_average_the_kl_form_of_the_labels() -> None:
+    # Conditionals that no joint has: the three forms differ, and it is this one that movement measures.
+    class Inconsistent(JointTable):
+        def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+            output = super().__call__(tokens, attention_mask)
+            visible = (tokens != self.mask_token_id).sum(dim=-1).view(-1, 1, 1)
+            return output._replace(logits=output.logits * (1 + 0.3 * visible))
+
+    model = Inconsistent(torch.rand(3, 3, 3, 3, generator=torch.Generator().manual_seed(0)) ** 4)
+    before = torch.tensor([[3, 3, 0, 3]])
+    output, seeds = model(before), torch.tensor([5])
+    step = Step(0, model=model, tokens=before, logits=output.logits, seeds=seeds, sampled=True)
+    mean = torch.zeros(4, 4, dtype=torch.float64)
+    for position in (0, 1, 3):
+        reveal = Reveal.of(exact_source(model), output.hidden, before == 3, step, 0, position, random.Random(0))
+        for value, probability in enumerate(output.logits[0, position].softmax(dim=-1)):
+            after = before.clone()
+            after[0, position] = value
+            moved = reveal.moved(Step(1, tokens=after, logits=model(after).logits, seeds=seeds), 3)
+            assert moved is not None
+            mean[position, reveal.others] += probability * moved
+        for other in (before, torch.tensor([[0, 1, 0, 2]]), torch.tensor([[3, 1, 1, 3]])):  # not this position alone
+            assert reveal.moved(Step(1, tokens=other, logits=output.logits, seeds=seeds), 3) is None
+        assert reveal.moved(Step(1, tokens=after, logits=output.logits, seeds=seeds + 1), 3) is None
+    # Labels are the mean of both directions.
+    labels = label_mi(model, before, before == 3, form="kl")
+    torch.testing.assert_close((mean + mean.T) / 2, labels.mi[0].double(), atol=1e-6, rtol=0)
+    assert float((label_mi(model, before, before == 3, form="joint").mi - labels.mi).abs().max()) > 1e-3
+
+
+def test_the_slope_is_that_of_a_least_squares_fit_within_reveals() -> None:
+    block, slopes, weights = MovementBlock(), [], []
+    for _ in range(5):
+        guess, truth = torch.rand(6), torch.rand(6)
+        block.add(guess, truth)
+        slopes.append(float(np.polyfit(guess.double(), truth.double(), 1)[0]))
+        weights.append(float(guess.double().var()))
+    assert block.slope() == pytest.approx(np.average(slopes, weights=weights))
+    for guess, truth, slope in [(0.0, 0.1, 0.0), (0.3, 0.3, 0.0), (1e-4, 1e-5, None)]:
+        alike = MovementBlock()
+        alike.add(torch.full((4,), guess), torch.full((4,), truth))
+        assert alike.slope() == slope
+    assert MovementBlock().slope() is None
+    assert MovementBlock().ratio() is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "falls"), [(Tensor.clone, False), (lambda mi: mi / 2, False), (shuffle, True), (torch.zeros_like, True)]
+)
+def test_movement_tells_a_good_estimator_from_a_broken_one_without_a_pass(
+    wrong: Callable[[Tensor], Tensor], falls: bool
+) -> None:
+    table = JointTable(torch.rand(3, 3, 3, 3, 3, generator=torch.Generator().manual_seed(0)) ** 8)
+    passes = []
+
+    class Counting(JointTable):
+        def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+            passes.append(len(tokens))
+            return super().__call__(tokens, attention_mask)
+
+    model = Counting(table.joint)
+    policy = MIBudget(exact_source(table, wrong), 0.3, entropy_weight=0.0)
+    limits = Thresholds(stages=(0.5,), interval=100, audited_positions=10)
+    guard = Guard(policy, thresholds=limits, audit_share=0.0, movement_share=1.0)
+    for turn in range(70):
+        seeds, states = torch.arange(turn * 4, turn * 4 + 4), torch.full((4, 5), 3)
+        result = decode(model, states, guard, seeds=seeds, temperature=1.0)
+        assert len(passes) == int(result.passes.max())
+        passes.clear()
+        if guard.state.fallen_back:
+            break
+    assert guard.state.fallen_back == falls
+    assert guard.state.audits == 0
+    if falls:
+        assert guard.state.reason == "movement_off"
+    else:
+        assert guard.state.reveals > 200
+        assert guard.state.movement_slope is not None
+
+
+def test_movement_is_not_looked_at_where_its_mean_would_be_another() -> None:
+    model = dependent_model()
+    states, seeds = torch.full((8, 4), 3), torch.arange(8)
+    for source, options in [
+        (exact_source(model), {"temperature": 0.0}),
+        (exact_source(model), {"temperature": 1.0, "top_k": 2}),
+        (exact_source(model), {"temperature": 1.0, "top_p": 0.9}),
+        (Probing(), {"temperature": 1.0}),
+    ]:
+        guard = Guard(MIBudget(source, 0.3), audit_share=0.0, movement_share=1.0)
+        decode(model, states, guard, seeds=seeds, **options)  # type: ignore[arg-type]
+        assert guard.state.reveals == 0
+    guard = Guard(MIBudget(exact_source(model), 0.3), audit_share=0.0, movement_share=1.0)
+    decode(model, states, guard, seeds=seeds, temperature=1.0)
+    assert guard.state.reveals == 2  # after the third pass one position is left, and one pair has no slope
+
+
+def test_an_estimator_that_reads_the_marginals_is_audited() -> None:
+    model = dependent_model()
+    estimator = PairwiseMIEstimator(model.hidden_size, layers=(8,), output="bounded").eval()
+    guard = Guard(MIBudget(estimator, 0.3), audit_share=1.0, movement_share=1.0)
+    decode(model, torch.full((8, 4), 3), guard, seeds=torch.arange(8), temperature=1.0)
+    assert (guard.state.errors, guard.state.fallen_back) == (0, False)
+    assert guard.state.audits > 0
+    assert guard.state.reveals > 0
 
 
 def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -232,7 +373,17 @@ def test_other_weights_start_with_the_first_stage(tmp_path: Path) -> None:
     assert Guard(MIBudget(estimator, 0.1), state=path).share == 0.05
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"share": 1}', "{"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        '{"share": 1}',
+        "{",
+        '{"share": 1, "watched": "TopK(k=2)", "policy": {}, "control": {}, "stage": 9}',
+        '{"share": 1, "watched": "TopK(k=2)", "policy": {}, "control": {}, "capital": {"step": [1.0]}}',
+    ],
+)
 def test_a_file_that_is_no_state_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "guard.json"
     path.write_text(content)
@@ -240,11 +391,61 @@ def test_a_file_that_is_no_state_is_named(tmp_path: Path, content: str) -> None:
         Guard(TopK(2), state=path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("correlation_alert", 1.0),
+        ("correlation_off", 1.0),
+        ("correlation_off", -1.5),
+        ("quality_alert", -0.1),
+        ("quality_off", 1.1),
+        ("latency_alert", math.inf),
+        ("false_independence_alert", 0.0),
+        ("movement_off", 1.0),
+        ("stages", ()),
+        ("stages", (0.5, 1.5)),
+        ("tau", -1.0),
+        ("interval", 1.0),
+        ("step_interval", 0.0),
+        ("audited_positions", 0),
+        ("cooldown", -1),
+    ],
+)
+def test_a_threshold_out_of_range_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^Thresholds: {name} must be "):
+        Thresholds(**{name: value})
+    if not isinstance(value, tuple):
+        with pytest.raises((TypeError, ValueError), match=f"^Thresholds: {name} must "):
+            Thresholds(**{name: math.nan})
+        with pytest.raises(TypeError, match=f"^Thresholds: {name} must be "):
+            Thresholds(**{name: "0.5"})
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [
+        {"correlation_alert": -1.0, "correlation_off": -1.0, "movement_off": 0.0, "false_independence_alert": 1.0},
+        {"quality_alert": 0.0, "quality_off": 0.0, "latency_alert": 0.0, "tau": 0.0, "cooldown": 0},
+        {"quality_alert": 1.0, "quality_off": 1.0, "audited_positions": 1, "interval": 1.5, "step_interval": 1.5},
+    ],
+)
+def test_thresholds_at_the_edge_of_their_range_work(edge: dict[str, Any]) -> None:
+    model = dependent_model()
+    guard = Guard(
+        MIBudget(exact_source(model), 0.3), thresholds=Thresholds(**edge), audit_share=1.0, movement_share=1.0
+    )
+    for turn in range(3):
+        seeds = torch.arange(turn * 16, turn * 16 + 16)
+        decode(model, torch.full((16, 4), 3), guard, seeds=seeds, temperature=1.0)
+        guard.finish(seeds, quality=[0.0, 1.0] * 8, seconds=[0.0, 1.0] * 8)
+    assert guard.state.errors == 0
+
+
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="audit_share must be from 0 to 1, got 2"):
         Guard(TopK(2), audit_share=2)
-    with pytest.raises(ValueError, match="stages must be shares between 0 and 1"):
-        Thresholds(stages=(1.5,))
+    with pytest.raises(ValueError, match="movement_share must not be NaN"):
+        Guard(TopK(2), movement_share=math.nan)
     guard = Guard(TopK(2))
     with pytest.raises(ValueError, match="step must be a Step with seeds, got a bare number"):
         guard.select(None, None, torch.ones(1, 2, dtype=torch.bool), 0)  # type: ignore[arg-type]

@@ -41,6 +41,8 @@ def used(folder: Path) -> tuple[Guard, Cache]:
         result = decode(model, torch.full((32, 4), 3), guard, seeds=seeds)
         quality = [0.1 if guard._arm(seed) else 1.0 for seed in seeds.tolist()]
         guard.finish(seeds, quality=quality, seconds=[0.5] * 32, passes=result.passes)
+    guard.state.movement_slope, guard.state.movement_ratio = 0.9, 1.1  # as a source that does not probe has
+    guard.save()
     return guard, cache
 
 
@@ -74,8 +76,21 @@ def test_the_numbers_are_those_of_the_guard_and_the_cache(tmp_path: Path) -> Non
 
 def test_a_state_that_cannot_be_read_is_a_number_too(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
-    seen = scraped(Collector(guards={name: tmp_path / f"{name}.json" for name in ("broken", "none")}))
-    assert seen == {("mdmi_guard_up", "broken"): 0.0, ("mdmi_guard_up", "none"): 0.0}
+    (tmp_path / "empty.json").write_text('{"share": 0.5, "policy": {}, "control": {}}')
+    (tmp_path / "edited.json").write_text('{"share": "x", "watched": "", "policy": {}, "control": {}}')
+    names = ("broken", "none", "empty", "edited")
+    seen = scraped(Collector(guards={name: tmp_path / f"{name}.json" for name in names}))
+    assert seen == {("mdmi_guard_up", name): 0.0 for name in names}
+
+
+def test_a_state_of_an_older_version_is_read(tmp_path: Path) -> None:
+    used(tmp_path)
+    state = json.loads((tmp_path / "main.json").read_text())
+    for name in ("movement_slope", "movement_ratio", "reveals"):
+        state.pop(name)
+    (tmp_path / "main.json").write_text(json.dumps(state))
+    seen = scraped(Collector(guards={"main": tmp_path / "main.json"}))
+    assert (seen["mdmi_guard_up", "main"], seen["mdmi_guard_reveals_total", "main"]) == (1.0, 0.0)
 
 
 def test_the_command_serves_what_guards_wrote_until_it_is_told_to_end(tmp_path: Path) -> None:
@@ -121,6 +136,8 @@ def test_alerts_fire_when_they_should_and_not_otherwise(tmp_path: Path) -> None:
     series = {
         'mdmi_guard_correlation{guard="bad"}': "0.7x200",
         'mdmi_guard_correlation{guard="good"}': "0.9x200",
+        'mdmi_guard_movement_slope{guard="bad"}': "0.3x200",
+        'mdmi_guard_movement_slope{guard="good"}': "0.9x200",
         'mdmi_guard_fallen_back{guard="bad"}': "1x200",
         'mdmi_guard_fallen_back{guard="good"}': "0x200",
     }
@@ -141,7 +158,12 @@ def test_alerts_fire_when_they_should_and_not_otherwise(tmp_path: Path) -> None:
                         "eval_time": "180m",
                         "exp_samples": [
                             {"labels": f'{{alertname="{name}", guard="bad"}}', "value": 1}
-                            for name in ("MdmiCorrelationLow", "MdmiFellBack", "MdmiQualityDropped")
+                            for name in (
+                                "MdmiCorrelationLow",
+                                "MdmiFellBack",
+                                "MdmiMovementWrong",
+                                "MdmiQualityDropped",
+                            )
                         ],
                     }
                 ],

@@ -27,6 +27,7 @@ def workloads(quick: bool = False) -> list[Workload]:
     found = [_workload(f"N {n}", 1, n, 1.0, _MOST_SECONDS.get(n)) for n in sizes]
     found += [_workload(f"N {n}", 1, n, 0.0) for n in sizes]
     found += [_workload(f"batch 64, N {n}", 64, n, 1.0) for n in sizes if n <= 1024]
+    found += [_band_workload(2_000 if quick else 20_000, 64, weight) for weight in (1.0, 0.0)]
     return found if (os.cpu_count() or 1) == 1 else [*found, _two_threads(64, 256)]
 
 
@@ -101,6 +102,30 @@ def _workload(name: str, batch: int, n: int, entropy_weight: float, at_most: flo
         tolerance=1e-12,  # selections are equal; numpy's sums may round otherwise
         at_most=at_most,
         work=Work("bytes", 4.0 * batch * n * n),  # a NaN anywhere in the matrix is an error, so all of it is read
+    )
+
+
+def _make_band(n: int, window: int) -> Inputs:
+    generator = torch.Generator().manual_seed(n)
+    entropy = 1.5 * torch.rand(1, n, generator=generator)
+    return entropy, 0.02 * torch.rand(1, n, 2 * window + 1, generator=generator).pow(4)
+
+
+def _band_workload(n: int, window: int, entropy_weight: float) -> Workload:
+    def on(backend: str | None) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
+        return lambda inputs: ops.select_budget_band(
+            *inputs, gamma=GAMMA, entropy_weight=entropy_weight, backend=backend
+        )
+
+    return Workload(
+        name=f"band, N {n}, window {window}, entropy_weight {entropy_weight:g}",
+        make=lambda: _make_band(n, window),
+        ways={"op": on(None), "the torch backend": on("torch")},
+        # The reference would build the whole matrix; the tests compare both backends with it on short sequences.
+        expected=lambda inputs: _read(inputs, on("torch")(inputs)),
+        read=_read,
+        tolerance=0.0,
+        work=Work("bytes", 4.0 * n * (2 * window + 1)),
     )
 
 

@@ -14,7 +14,7 @@ import math
 import random
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdmi_fast.decode.audit import AuditBlock, audit_position
+from mdmi_fast.decode.audit import AuditBlock, MovementBlock, Reveal, audit_position
 from mdmi_fast.decode.cache import describe
 from mdmi_fast.decode.evidence import Evidence
-from mdmi_fast.decode.policies import Policy, Sequential, Step
+from mdmi_fast.decode.policies import Policy, Probing, Sequential, Step
 from mdmi_fast.decode.randomness import draw_seeds
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import Selection, TokenStats
+from mdmi_fast.ops import _checks as check
 
 _LIMITS = ("gamma", "tau", "epsilon")
 """What a policy calls its limit, if it has one."""
@@ -40,21 +41,27 @@ _REMEMBERED = 100_000
 
 @dataclass(frozen=True)
 class Thresholds:
-    """When the guard speaks and when it acts. The first seven are the source's (rows S13, S14 and S17).
+    """When the guard speaks and when it acts. The first six are the source's (rows S13, S14 and S17).
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for a number out of its range; it is named.
 
     Attributes:
-        correlation_alert: r of predicted and probed mutual information, below which the limit is tightened.
-        correlation_off: below which decoding falls back to sequential.
-        quality_alert: drop of quality relative to the control, beyond which the limit is tightened.
-        quality_off: beyond which decoding falls back.
+        correlation_alert: r of predicted and probed mutual information, below which the limit is tightened; below 1.
+        correlation_off: below which decoding falls back to sequential; below 1.
+        quality_alert: drop of quality relative to the control, beyond which the limit is tightened; a share.
+        quality_off: beyond which decoding falls back; a share.
         latency_alert: rise of seconds a sequence relative to the control, beyond which an alarm is counted.
         false_independence_alert: share of the pairs predicted below `tau` that are probed above it, beyond which
-            the limit is tightened.
+            the limit is tightened; above 0.
+        movement_off: slope of how marginals move on predicted mutual information (`mdmi_fast.decode.audit`), below
+            which decoding falls back; from 0 and below 1.
         stages: shares of the sequences that the watched policy gets, one after the other.
         tau: nats, for false independence.
-        interval: observations on average, at least, between two false alarms of a signal.
+        interval: observations on average, at least, between two false alarms of a signal; above 1.
         step_interval: the same for moving on to the next stage although quality has dropped by `quality_off`.
-        audited_positions: audits that make one observation of r.
+        audited_positions: audits that make one observation of r, and reveals that make one of the slope.
         cooldown: finished sequences before a fallback or a tightened limit is tried less strictly; doubled with
             every fallback that follows, 32-fold at most.
     """
@@ -65,6 +72,7 @@ class Thresholds:
     quality_off: float = 0.02
     latency_alert: float = 0.10
     false_independence_alert: float = 0.05
+    movement_off: float = 0.5
     stages: tuple[float, ...] = (0.05, 0.5, 0.98)
     tau: float = 0.05
     interval: float = 10_000.0
@@ -73,8 +81,26 @@ class Thresholds:
     cooldown: int = 10_000
 
     def __post_init__(self) -> None:
+        ranges: list[tuple[str, Callable[[float], bool], str]] = [
+            ("correlation_alert", lambda x: -1 <= x < 1, "from -1 and below 1"),
+            ("correlation_off", lambda x: -1 <= x < 1, "from -1 and below 1"),
+            ("quality_alert", lambda x: 0 <= x <= 1, "from 0 to 1"),
+            ("quality_off", lambda x: 0 <= x <= 1, "from 0 to 1"),
+            ("latency_alert", lambda x: 0 <= x < math.inf, "finite and at least 0"),
+            ("false_independence_alert", lambda x: 0 < x <= 1, "above 0 and at most 1"),
+            ("movement_off", lambda x: 0 <= x < 1, "from 0 and below 1"),
+            ("tau", lambda x: 0 <= x < math.inf, "finite and at least 0"),
+            ("interval", lambda x: 1 < x < math.inf, "finite and above 1"),
+            ("step_interval", lambda x: 1 < x < math.inf, "finite and above 1"),
+        ]
+        for name, holds, expected in ranges:
+            value = check.number("Thresholds", name, getattr(self, name))
+            if not holds(value):
+                raise ValueError(f"Thresholds: {name} must be {expected}, got {value}")
         if not self.stages or not all(0 < share < 1 for share in self.stages):
             raise ValueError(f"Thresholds: stages must be shares between 0 and 1, got {self.stages}")
+        check.whole("Thresholds", "audited_positions", self.audited_positions, 1)
+        check.whole("Thresholds", "cooldown", self.cooldown, 0)
 
 
 @dataclass
@@ -102,6 +128,9 @@ class _State:
     false_independence: float | None = None
     calibration: list[float] = dataclasses.field(default_factory=list)
     audits: int = 0
+    movement_slope: float | None = None
+    movement_ratio: float | None = None
+    reveals: int = 0
     errors: int = 0
     alarms: dict[str, int] = dataclasses.field(default_factory=dict)
     capital: dict[str, list[float]] = dataclasses.field(default_factory=dict)
@@ -122,13 +151,16 @@ class Guard:
         thresholds: when to speak and when to act.
         audit_share: of the passes in which one position is probed, which costs up to 65 forward passes of one
             sequence.
+        movement_share: of the passes in which one position, unmasked alone, is compared with the next pass, which
+            costs the source's predictions for one sequence. Only where tokens are drawn at temperature 1 without
+            top_k and top_p, and the source does not probe.
         state: a JSON file.
         watched: names the policy in the file; None: its settings and weights.
         seed: of the choice of what to audit.
 
     Raises:
         TypeError: if a state is kept, `watched` is not given, and the policy cannot be described by its settings.
-        ValueError: if audit_share is no share.
+        ValueError: if audit_share or movement_share is no share.
 
     Example:
         >>> from mdmi_fast import MIBudget, Probing, decode
@@ -147,15 +179,17 @@ class Guard:
         *,
         thresholds: Thresholds | None = None,
         audit_share: float = 0.01,
+        movement_share: float = 0.1,
         state: str | Path | None = None,
         watched: str | None = None,
         seed: int = 0,
     ) -> None:
-        if not 0 <= audit_share <= 1:
-            raise ValueError(f"Guard: audit_share must be from 0 to 1, got {audit_share}")
+        for name, share in (("audit_share", audit_share), ("movement_share", movement_share)):
+            if not 0 <= check.number("Guard", name, share) <= 1:
+                raise ValueError(f"Guard: {name} must be from 0 to 1, got {share}")
         self.policy, self.control = policy, Sequential()
         self.thresholds = thresholds or Thresholds()
-        self.audit_share = audit_share
+        self.audit_share, self.movement_share = audit_share, movement_share
         self._path = None if state is None else Path(state)
         self._random = random.Random(seed)
         if watched is None:
@@ -164,6 +198,8 @@ class Guard:
         self._arms: OrderedDict[int, bool | None] = OrderedDict()
         self._waiting: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         self._block = AuditBlock()
+        self._reveal: Reveal | None = None
+        self._movement = MovementBlock()
         self._tightened = self._with_limit(self.state.scale)
         limits = self.thresholds
         upper = {
@@ -172,6 +208,7 @@ class Guard:
             "correlation_alert": 1.0 - limits.correlation_alert,
             "correlation_off": 1.0 - limits.correlation_off,
             "false_independence_alert": limits.false_independence_alert,
+            "movement_off": 1.0 - limits.movement_off,
             "latency_alert": 1.0,
             "step": 1.0,
         }
@@ -196,18 +233,24 @@ class Guard:
         seeds = getattr(step, "seeds", None)
         if seeds is None:
             raise ValueError("Guard: step must be a Step with seeds, got a bare number")
-        watched = torch.tensor([self._arm(seed) for seed in seeds.tolist()], device=mask.device).unsqueeze(-1)
+        self._see_movement(step)  # type: ignore[arg-type] # it has seeds, so it is a Step
+        arms = [self._arm(seed) for seed in seeds.tolist()]
+        watched = torch.tensor(arms, device=mask.device).unsqueeze(-1)
         if self.audit_share and self._random.random() < self.audit_share:
-            self._audit(hidden, mask, step)  # type: ignore[arg-type] # it has seeds, so it is a Step
-        ours = Selection(torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.float64, device=mask.device))
-        if bool(watched.any()):
+            self._audit(hidden, mask, step)  # type: ignore[arg-type]
+        nothing = Selection(torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.float64, device=mask.device))
+        ours = nothing
+        if any(arms):
             try:
                 ours = self._tightened.select(stats, hidden, mask & watched, step)
             except Exception as error:  # whatever it is, sequential decoding goes on
                 self._failed(error)
-                watched = torch.zeros_like(watched)
-        theirs = self.control.select(stats, hidden, mask & ~watched, step)
-        return Selection(torch.where(watched, ours.selected, theirs.selected), ours.spent + theirs.spent)
+                arms, watched = [False] * len(arms), torch.zeros_like(watched)
+        theirs = nothing if all(arms) else self.control.select(stats, hidden, mask & ~watched, step)
+        selected = torch.where(watched, ours.selected, theirs.selected)
+        if self.movement_share and self._random.random() < self.movement_share:
+            self._await_movement(hidden, mask, step, selected)  # type: ignore[arg-type]
+        return Selection(selected, ours.spent + theirs.spent)
 
     def finish(
         self,
@@ -261,16 +304,12 @@ class Guard:
     def _load(self, watched: str) -> _State:
         if self._path is None or not self._path.exists():
             return _State(watched)
-        try:
-            held = json.loads(self._path.read_text())
-            held.pop("share")
-            held["policy"], held["control"] = ArmTotals(**held["policy"]), ArmTotals(**held["control"])
-            state = _State(**held)
-            if not 0 <= state.stage < len(self.thresholds.stages):
-                raise ValueError(f"there is no stage {state.stage}")
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{self._path}: not the state of a guard: {error}") from error
-        return state if state.watched == watched else _State(watched)
+        state, _ = read_state(self._path)
+        if state.watched != watched:
+            return _State(watched)
+        if not 0 <= state.stage < len(self.thresholds.stages):
+            raise ValueError(f"{self._path}: not the state of a guard: there is no stage {state.stage}")
+        return state
 
     def _arm(self, seed: int) -> bool:
         """Whether a sequence is the watched policy's: decided when it is first seen, by its seed and the share."""
@@ -333,6 +372,44 @@ class Guard:
         ):
             self._tighten("false_independence_alert")
 
+    def _await_movement(self, hidden: Tensor, mask: Tensor, step: Step, selected: Tensor) -> None:
+        """Keep one of the positions that are unmasked alone in their sequence for a look at the next pass."""
+        source = getattr(self.policy, "mi", None)
+        if source is None or not step.sampled or step.model is None or step.tokens is None or step.logits is None:
+            return
+        if isinstance(getattr(source, "source", source), Probing):
+            return
+        alone = (selected.sum(dim=-1) == 1) & (mask.sum(dim=-1) >= 3)  # two pairs at least: a slope needs them
+        rows = alone.nonzero().squeeze(-1).tolist()
+        if not rows:
+            return
+        row = self._random.choice(rows)
+        position = int(selected[row].nonzero())
+        try:
+            self._reveal = Reveal.of(source, hidden, mask, step, row, position, self._random)
+        except Exception as error:
+            self._failed(error)
+
+    def _see_movement(self, step: Step) -> None:
+        reveal, self._reveal = self._reveal, None
+        if reveal is None or step.model is None or step.tokens is None or step.logits is None:
+            return
+        moved = reveal.moved(step, step.model.mask_token_id)
+        if moved is None:
+            return
+        self._movement.add(reveal.predicted, moved)
+        self.state.reveals += 1
+        if self._movement.reveals < self.thresholds.audited_positions:
+            return
+        block, self._movement = self._movement, MovementBlock()
+        slope, limits = block.slope(), self.thresholds
+        if slope is None:
+            return
+        self.state.movement_slope, self.state.movement_ratio = slope, block.ratio()
+        # A slope above 1 is luck, or predictions that are too low: neither makes up for others below.
+        if self._evidence["movement_off"].add(min(slope, 1.0) - limits.movement_off):
+            self._fall_back("movement_off")
+
     def _count(self, alarm: str) -> None:
         self.state.alarms[alarm] = self.state.alarms.get(alarm, 0) + 1
 
@@ -361,6 +438,8 @@ class Guard:
             return
         self.state.fallen_back, self.state.stage = True, 0
         self.state.fallbacks_in_a_row += 1
+        # What is found from here on decides on the return.
+        self.state.correlation = self.state.movement_slope = None
         # A sequence that both sides had a part in tells of neither.
         self._arms = OrderedDict((seed, None if arm else arm) for seed, arm in self._arms.items())
         self._changed(alarm)
@@ -379,7 +458,10 @@ class Guard:
         if state.finished_since_change < patience:
             return
         if state.fallen_back:
-            if state.correlation is not None and state.correlation < self.thresholds.correlation_alert:
+            limits = self.thresholds
+            if state.correlation is not None and state.correlation < limits.correlation_alert:
+                return
+            if state.movement_slope is not None and state.movement_slope < limits.movement_off:
                 return
             state.fallen_back = False
             for evidence in self._evidence.values():
@@ -401,6 +483,28 @@ class Guard:
         if name is not None and scale != 1:
             policy = dataclasses.replace(policy, **{name: _scaled(getattr(policy, name), scale)})
         return policy  # type: ignore[no-any-return]
+
+
+def read_state(path: Path) -> tuple[_State, float]:
+    """What a guard wrote to its file: its state and the share of the watched policy.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not the state of a guard; the file is named.
+    """
+    try:
+        held = json.loads(path.read_text())
+        share = held.pop("share")
+        held["policy"], held["control"] = ArmTotals(**held["policy"]), ArmTotals(**held["control"])
+        state = _State(**held)
+        sides = [*vars(state.policy).values(), *vars(state.control).values()]
+        for number in (share, state.stage, state.scale, state.audits, state.errors, *state.alarms.values(), *sides):
+            check.number("state", "each count", number)
+        for capital in state.capital.values():
+            Evidence(upper=1.0, interval=2.0, capital=capital)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not the state of a guard: {error}") from error
+    return state, share
 
 
 def pseudo_likelihood(

@@ -161,6 +161,7 @@ def decode(
             tokens=rows.tokens,
             logits=logits,
             stats=stats,
+            sampled=temperature == 1 and top_k is None and top_p == 1,
             attention=attention,
             seeds=rows.seeds,
             sequences=rows.sequence,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mdmi_fast.decode.audit import CALIBRATION_EDGES
 from mdmi_fast.decode.cache import Cache
-from mdmi_fast.decode.guard import Guard
+from mdmi_fast.decode.guard import Guard, read_state
 from mdmi_fast.errors import UnsupportedError
 
 
@@ -62,10 +62,21 @@ class Collector:
                 "Pairs predicted independent that are not, last block.",
                 "false_independence",
             ),
+            (
+                "mdmi_guard_movement_slope",
+                "Slope of how marginals move on predicted MI, last block; 1 is right.",
+                "movement_slope",
+            ),
+            (
+                "mdmi_guard_movement_ratio",
+                "How marginals move as a multiple of what was predicted, last block.",
+                "movement_ratio",
+            ),
         ]:
             yield self._gauge(name, text, ["guard"], of_each(key))
         for name, text, key in [
             ("mdmi_guard_audits", "Positions probed to check the estimator.", "audits"),
+            ("mdmi_guard_reveals", "Unmasked positions compared with the next pass.", "reveals"),
             ("mdmi_guard_errors", "Failures of the watched policy.", "errors"),
         ]:
             yield self._counter(name, text, ["guard"], of_each(key))
@@ -145,10 +156,10 @@ def _report(guard: Guard | Path) -> Mapping[str, Any] | None:
     if isinstance(guard, Guard):
         return guard.report()
     try:
-        report: dict[str, Any] = json.loads(guard.read_text())
+        state, share = read_state(guard)
     except (OSError, ValueError):
         return None
-    return report if isinstance(report, dict) and {"share", "policy", "control"} <= report.keys() else None
+    return {**dataclasses.asdict(state), "share": share}
 
 
 def _filled(family: Any, values: Mapping[Any, float]) -> Any:

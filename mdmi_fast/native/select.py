@@ -32,17 +32,54 @@ def select_budget(
     mask: Tensor | None,
     limit: int | None,
 ) -> tuple[Tensor, Tensor]:
-    entropy, mi = single_or_double(entropy), single_or_double(mi)
+    mi = single_or_double(mi)
+    matrix = (mi.data_ptr(), DTYPE[mi.dtype], mi.stride(), _C.no_window)
+    return _within_budget("select_budget", entropy, mask, matrix, gamma, lam, entropy_weight, order, limit)
+
+
+def select_budget_band(
+    entropy: Tensor,
+    band: Tensor,
+    gamma: Tensor,
+    lam: float,
+    entropy_weight: float,
+    order: str,
+    mask: Tensor | None,
+    limit: int | None,
+) -> tuple[Tensor, Tensor]:
+    band = single_or_double(band)
+    window, (batch, row, column) = band.shape[2] // 2, band.stride()
+    # [i, j] of a matrix is band[i, window + j - i]: one step down is one back as well
+    at_zero = band.data_ptr() + window * column * band.element_size()
+    matrix = (at_zero, DTYPE[band.dtype], (batch, row - column, column), window)
+    return _within_budget("select_budget_band", entropy, mask, matrix, gamma, lam, entropy_weight, order, limit)
+
+
+def _within_budget(
+    op: str,
+    entropy: Tensor,
+    mask: Tensor | None,
+    matrix: tuple[int, int, tuple[int, ...], int],
+    gamma: Tensor,
+    lam: float,
+    entropy_weight: float,
+    order: str,
+    limit: int | None,
+) -> tuple[Tensor, Tensor]:
+    address, dtype, strides, window = matrix
+    entropy = single_or_double(entropy)
     selected, spent = _new_selection(entropy)
     _C.select_budget(
+        op,
         entropy.shape,
         entropy.data_ptr(),
         DTYPE[entropy.dtype],
         entropy.stride(),
         *mask_of(mask),
-        mi.data_ptr(),
-        DTYPE[mi.dtype],
-        mi.stride(),
+        address,
+        dtype,
+        strides,
+        window,
         gamma.data_ptr(),
         lam,
         entropy_weight,

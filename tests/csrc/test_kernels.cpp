@@ -251,7 +251,8 @@ void test_pairs(const std::vector<int64_t>& widths, mdmi::Symmetry symmetry, boo
   const mdmi::BudgetRule budget{&gamma, 0.5, 1.0, false, 1000};
   std::vector<uint8_t> selected(kN), lazily(kN);
   double spent = 0.0, spent_lazily = 0.0;
-  mdmi::select_budget(positions, {all.data(), Dtype::f32, kN * kN, kN, 1}, budget, selected.data(), &spent, 1);
+  mdmi::select_budget("select_budget", positions, {all.data(), Dtype::f32, kN * kN, kN, 1}, budget, selected.data(),
+                      &spent, 1);
   mdmi::score_and_select(packed, halves, rule, positions, budget, lazily.data(), &spent_lazily, 2);
   expect(selected == lazily && spent == spent_lazily, "score_and_select");
 
@@ -295,11 +296,11 @@ void test_selection_errors() {
   double spent = 0.0;
   const mdmi::Positions positions{1, 3, entropies.data(), Dtype::f32, 3, 1, nullptr, 0, 0};
   const mdmi::BudgetRule rule{&gamma, 1.0, 1.0, false, 1000};
-  mdmi::select_budget(positions, {mi.data(), Dtype::f32, 9, 3, 1}, rule, selected.data(), &spent, 1);
+  mdmi::select_budget("select_budget", positions, {mi.data(), Dtype::f32, 9, 3, 1}, rule, selected.data(), &spent, 1);
   expect(selected == std::vector<uint8_t>({1, 1, 1}), "selection");
   mi[5] = nan;
   try {
-    mdmi::select_budget(positions, {mi.data(), Dtype::f32, 9, 3, 1}, rule, selected.data(), &spent, 1);
+    mdmi::select_budget("select_budget", positions, {mi.data(), Dtype::f32, 9, 3, 1}, rule, selected.data(), &spent, 1);
     expect(false, "NaN was accepted");
   } catch (const std::invalid_argument& error) {
     expect(std::string(error.what()).find("positions 1 and 2") != std::string::npos, error.what());

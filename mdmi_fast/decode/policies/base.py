@@ -37,6 +37,7 @@ class Step(int):
         logits: [B, N, V], what the model said (for `Stability`); None where `reads_stats_only`, if the model can do without.
         stats: of the logits, every field [B, N] (for estimators that read the marginals).
         attention: [B, N, N], attention between positions (for `AttentionGraph`).
+        sampled: whether tokens are drawn from softmax(logits) as it is: temperature 1, no top_k, no top_p.
         seeds: [B] int64, one a sequence (for randomness that does not depend on the batch).
         sequences: [B] int64, which sequences of a decode these are (for limits given per sequence).
         count: how many sequences the decode has.
@@ -50,6 +51,7 @@ class Step(int):
     tokens: Tensor | None
     logits: Tensor | None
     stats: TokenStats | None
+    sampled: bool
     attention: Tensor | None
     seeds: Tensor | None
     sequences: Tensor | None
@@ -66,6 +68,7 @@ class Step(int):
         tokens: Tensor | None = None,
         logits: Tensor | None = None,
         stats: TokenStats | None = None,
+        sampled: bool = False,
         attention: Tensor | None = None,
         seeds: Tensor | None = None,
         sequences: Tensor | None = None,
@@ -75,7 +78,8 @@ class Step(int):
         notes: dict[str, Tensor] | None = None,
     ) -> Step:
         step = super().__new__(cls, index)
-        step.model, step.tokens, step.logits, step.stats, step.attention = model, tokens, logits, stats, attention
+        step.model, step.tokens, step.attention = model, tokens, attention
+        step.logits, step.stats, step.sampled = logits, stats, sampled
         step.seeds, step.sequences, step.count, step.attention_mask = seeds, sequences, count, attention_mask
         step.memory, step.notes = memory, notes
         return step
