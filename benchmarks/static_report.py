@@ -64,17 +64,17 @@ def loop_flop(loop: dict[str, int], warps: int, tile_flop: float) -> float:
 
 def described(target: str, case: str, launch: _offline.Launch, code: _offline.Code) -> dict[str, Any]:
     """A row of the table."""
-    constants, warps = launch.constants, launch.tile.warps
+    net, warps = launch.constants.get("NET"), launch.tile.warps
     in_loop = sum(n for name, n in code.loop.items() if _offline.is_product(name, target))
     row = {
         "triton": triton.__version__,
         "target": target,
         "case": case,
         "kernel": launch.name,
-        "i": constants.get("BLOCK_I", ""),
-        "j": constants.get("BLOCK_J", ""),
-        "k": constants.get("BLOCK_K", ""),
-        "n": constants.get("BLOCK_N", ""),
+        "i": net.BLOCK_I if net else "",
+        "j": net.BLOCK_J if net else "",
+        "k": net.BLOCK_K if net else launch.constants.get("BLOCK_K", ""),
+        "n": net.BLOCK_N if net else "",
         "warps": warps,
         "stages": launch.tile.stages,
         "registers": code.registers,
@@ -88,9 +88,9 @@ def described(target: str, case: str, launch: _offline.Launch, code: _offline.Co
         "most": "",
         "mix": " ".join(f"{name}:{n}" for name, n in code.loop.most_common(8)),
     }
-    if in_loop and launch.name == "_pairwise_mlp_fwd_kernel" and constants["PRECISION"] == "ieee":
-        pairs = constants["BLOCK_I"] * constants["BLOCK_J"]
-        flop = loop_flop(code.loop, warps, 2.0 * pairs * constants["BLOCK_K"] * constants["BLOCK_N"])
+    if in_loop and launch.name == "_pairwise_mlp_fwd_kernel" and net.PRECISION == "ieee":
+        pairs = net.BLOCK_I * net.BLOCK_J
+        flop = loop_flop(code.loop, warps, 2.0 * pairs * net.BLOCK_K * net.BLOCK_N)
         product, issue = flop / FLOP_A_CLOCK[target], code.loop.total() * warps / ISSUED_A_CLOCK[target]
         row["flop_per_byte"] = pairs  # 2 FLOP a pair for each weight of 2 bytes
         row["bound"] = "tensor cores" if product >= issue else "instructions"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops, reference
+from mdmi_fast.kernels import _pairwise_deep
 
 Network = tuple[list[Tensor], list[Tensor], Tensor, Tensor]
 
@@ -80,9 +81,22 @@ def test_scores_and_gradients_of_every_layout(layout: str, combine: str, symmetr
     compare(layout, (19, 33), True, combine=combine, symmetry=symmetry, activation=activation)
 
 
-@pytest.mark.parametrize("widths", [(1,), (5, 1), (18, 33, 24)])
+@pytest.mark.parametrize("widths", [(1,), (5, 1), (18, 33, 24), (7, 16, 5, 3)])
 def test_other_depths_and_widths(widths: tuple[int, ...]) -> None:
-    compare("all", widths, len(widths) < 3, symmetry="upper")
+    compare("all", widths, True, symmetry="upper")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("combine", "symmetry", "activation"),
+    [("add", "mean", "softplus"), ("mul", "upper", "identity"), ("mul", "none", "softplus")],
+)
+@pytest.mark.parametrize("scratch", [1500, 1 << 20])
+def test_deep_networks_by_rectangles_of_any_size(
+    layout: str, combine: str, symmetry: str, activation: str, scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pairwise_deep, "SCRATCH", scratch)
+    compare(layout, (6, 17, 9, 5), True, combine=combine, symmetry=symmetry, activation=activation)
 
 
 def test_equal_halves_are_scored_once() -> None:
@@ -156,12 +170,6 @@ def test_prepared_weights_and_empty_inputs() -> None:
 
 
 def test_what_the_kernels_lack_is_refused() -> None:
-    u, net = torch.randn(1, 3, 8), network(8, 4, 4, 4)
-    with pytest.raises(ops._dispatch.UnsupportedError, match="triton: pairwise_mlp has at most 2 dense layers, got 3"):
-        ops.pairwise_mlp(u, u, *net, backend="triton")
+    u = torch.randn(1, 3, 8)
     with pytest.raises(ops._dispatch.UnsupportedError, match="triton: scores pairs in float32, got float64"):
         ops.pairwise_mlp(u.double(), u, *network(8), backend="triton")
-    deep = network(8, 4, 4)
-    u.requires_grad_()
-    ops.pairwise_mlp(u, u, *deep, precision="fp32").sum().backward()  # another backend has it
-    assert u.grad.isfinite().all()

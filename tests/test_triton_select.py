@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops
+from mdmi_fast.kernels import select
 
 INF = torch.inf
 
@@ -77,6 +78,17 @@ def test_nan_marks_the_sequence_instead_of_selecting() -> None:
     groups = ops.color(mi, tau=0.1, backend="triton")
     assert (groups[:2] >= 0).all()
     assert (groups[2] == -1).all()
+
+
+def test_a_bad_budget_marks_its_sequence_where_it_cannot_raise() -> None:
+    h, mi = torch.rand(4, 9), torch.rand(4, 9, 9)
+    gamma = torch.tensor([1.0, torch.nan, -0.5, INF], dtype=torch.float64)
+    with pytest.raises(ValueError, match="gamma must be at least 0, got nan at batch 1"):
+        ops.select_budget(h, mi, gamma=gamma, backend="triton")
+    for order in ("entropy", "cheapest"):  # as a budget on a GPU reaches the kernel
+        selected, spent = select.select_budget(h, mi, gamma, 1.0, 1.0, order, None, None)
+        assert selected.any(1).tolist() == [True, False, False, True]
+        assert spent.isnan().tolist() == [False, True, True, False]
 
 
 def test_scoring_and_selecting_is_both_in_turn() -> None:

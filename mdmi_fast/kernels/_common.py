@@ -165,6 +165,7 @@ def matrix_product(
     w_k,
     D: tl.constexpr,
     OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -177,7 +178,7 @@ def matrix_product(
         w_here = w_inside[None, :] & (k < D)[:, None]
         x = tl.load(x_ptrs + k.to(tl.int64)[None, :] * x_k, mask=x_here, other=0.0)
         w = tl.load(w_ptrs + k.to(tl.int64)[:, None] * w_k, mask=w_here, other=0.0)
-        acc = dot(x.to(OPERAND), w.to(OPERAND), acc, "ieee")
+        acc = dot(x.to(OPERAND), w.to(OPERAND), acc, PRECISION)
     return acc
 
 

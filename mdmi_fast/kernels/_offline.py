@@ -83,30 +83,36 @@ def recorded(target: str) -> Iterator[list[Launch]]:
         _common.launch, _common.target_name = saved
 
 
-def signature(launch: Launch, ones: bool) -> tuple[dict[str, str], dict[tuple[int], object], dict]:
+def signature(launch: Launch, ones: bool) -> tuple[dict[str, object], dict[tuple[int, ...], object], dict]:
     """Types, constants and known divisibility of the arguments, as Triton would specialise them; ones: as if every integer
     that may be specialised to 1 were.
     """
     types, constants, attributes = {}, {}, {}
+
+    def kind(value: object, place: tuple[int, ...], specialised: bool) -> object:
+        if isinstance(value, tuple):  # whose members are always specialised
+            members = (kind(member, (*place, i), True) for i, member in enumerate(value))
+            return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
+        if isinstance(value, torch.Tensor):
+            divisible, name = value.data_ptr() % 16 == 0, _POINTER[value.dtype]
+        elif value is None or (isinstance(value, int) and specialised and (ones or value == 1)):
+            constants[place] = None if value is None else 1
+            return "constexpr"
+        elif isinstance(value, float):
+            return "fp64"
+        else:
+            divisible = value % 16 == 0 and specialised
+            name = "i32" if -(2**31) <= value < 2**31 else "i64"
+        if divisible:
+            attributes[place] = [["tt.divisibility", 16]]
+        return name
+
     given = iter(launch.args)
     for place, param in enumerate(launch.kernel.params):
         if param.is_constexpr:
             types[param.name], constants[place,] = "constexpr", launch.constants[param.name]
-            continue
-        value = next(given)
-        if isinstance(value, torch.Tensor):
-            types[param.name] = _POINTER[value.dtype]
-            divisible = value.data_ptr() % 16 == 0
-        elif value is None or (isinstance(value, int) and not param.do_not_specialize and (ones or value == 1)):
-            types[param.name], constants[place,] = "constexpr", None if value is None else 1
-            continue
-        elif isinstance(value, float):
-            types[param.name], divisible = "fp64", False
         else:
-            types[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            divisible = value % 16 == 0 and not param.do_not_specialize
-        if divisible:
-            attributes[place,] = [["tt.divisibility", 16]]
+            types[param.name] = kind(next(given), (place,), not param.do_not_specialize)
     return types, constants, attributes
 
 

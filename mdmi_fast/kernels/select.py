@@ -3,8 +3,9 @@
 A step picks the next position with a few reductions over all of them, so nothing is sorted. Costs are float64 and no
 multiply-add is fused: the same selection as on a CPU, bit for bit.
 
-A sequence with NaN among its masked positions cannot raise here, because that would stop the queue: nothing of it is
-selected and its `spent` is NaN (`color`: its groups are all -1), which no valid sequence with a masked position has.
+A sequence with NaN among its masked positions, or a budget that is NaN or negative, cannot raise here, because that would stop
+the queue: nothing of it is selected and its `spent` is NaN (`color`: its groups are all -1), which no valid sequence with a
+masked position has.
 """
 
 import torch
@@ -138,13 +139,13 @@ def _select_budget_kernel(
     """COUNT_MI and COUNT_ENTROPY: whether the weights are not 0; a weight of 0 switches its term off, also where it is inf."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    undefined = tl.load(undefined_ptr + b)  # 1: there is nothing to choose from
+    remaining = tl.load(gamma_ptr + b)
+    undefined = tl.where(remaining >= 0, tl.load(undefined_ptr + b), 1)  # 1: there is nothing to choose from
     waiting = _masked(mask_ptr, b, i, n * (1 - undefined), mask_b, mask_n)
     h = tl.load(h_ptr + b * h_b + i.to(tl.int64) * h_n, mask=waiting, other=0.0).to(tl.float64)
     own = entropy_weight * h if COUNT_ENTROPY else tl.zeros((BLOCK,), tl.float64)
     acc = tl.zeros((BLOCK,), tl.float64)
     selected = tl.zeros((BLOCK,), tl.int32)
-    remaining = tl.load(gamma_ptr + b)
     spent = tl.where(undefined == 0, 0.0, float("nan")).to(tl.float64)
     n_selected = 0
     go = tl.max(waiting.to(tl.int32), 0) > 0
@@ -296,7 +297,9 @@ def _empty(entropy: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _on_device(gamma: Tensor, device: torch.device) -> Tensor:
-    """Budgets from the CPU; one budget for all is filled in on the device, which a CUDA graph can capture."""
+    """Budgets from the CPU; one budget for all is filled in on the device, which a CUDA graph can capture as those there already."""
+    if gamma.device == device:
+        return gamma
     values = set(gamma.tolist())
     if len(values) == 1:
         return torch.full(gamma.shape, values.pop(), dtype=torch.float64, device=device)

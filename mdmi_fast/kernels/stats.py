@@ -238,6 +238,7 @@ def _linear_stats_kernel(
             w_k,
             D,
             OPERAND,
+            "ieee",
             ROWS,
             COLUMNS,
             BLOCK_K,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast.ops import _checks as check
-from mdmi_fast.ops._dispatch import call
+from mdmi_fast.ops._dispatch import call, choose
 from mdmi_fast.ops._register import registered
 from mdmi_fast.ops.pairwise import PreparedPairwise, check_pairs
 
@@ -57,21 +57,28 @@ def _check_mask(op: str, mask: Tensor | None, lead: torch.Size) -> Tensor | None
     return check.one_batch(mask, 1)
 
 
-def _check_gamma(op: str, gamma: float | Tensor, lead: torch.Size) -> Tensor:
-    """As contiguous float64 [B] on the CPU; lead is [...]."""
+def _check_gamma(op: str, gamma: float | Tensor, lead: torch.Size, device: torch.device) -> Tensor:
+    """As contiguous float64 [B], on the device of the sequences if it is there already, else on the CPU; lead is [...]."""
     if isinstance(gamma, Tensor):
         check.floating(op, "gamma", gamma)
         check.shape(op, "gamma", gamma, lead, "[...], one a sequence,")
-        return gamma.detach().to(device="cpu", dtype=torch.float64).reshape(-1).contiguous()
+        place = device if gamma.device == device else "cpu"
+        return gamma.detach().to(device=place, dtype=torch.float64).reshape(-1).contiguous()
     if check.number(op, "gamma", gamma) < 0:
         raise ValueError(f"{op}: gamma must be at least 0, got {gamma!r}")
     return torch.full((lead.numel(),), float(gamma), dtype=torch.float64)
 
 
-def _refuse_bad_gamma(op: str, gamma: Tensor) -> None:
+def _budgets(op: str, gamma: Tensor, backend: str | None, tensors: list[Tensor], precision: str | None) -> Tensor:
+    """Checked and on the CPU; those on a GPU stay there for its kernels, which mark a bad one: looking here would stop the queue."""
+    if gamma.device.type != "cpu":
+        if choose("select", op, backend, tensors, precision)[0] == "triton":
+            return gamma
+        gamma = gamma.cpu()
     for batch, value in enumerate(gamma.tolist()):
         if not value >= 0:
             raise ValueError(f"{op}: gamma must be at least 0, got {value} at batch {batch}")
+    return gamma
 
 
 def _check_limit(op: str, limit: int | None) -> None:
@@ -110,7 +117,7 @@ def select_budget(
     Args:
         entropy: [..., N] floating, nats.
         mi: [..., N, N] floating, nats; row i is what position i pays. The diagonal is not read.
-        gamma: the budget, nats: a number or a tensor [...], one a sequence. May be inf.
+        gamma: the budget, nats: a number or a tensor [...], one a sequence. May be inf. Beside sequences on a GPU it stays there.
         lam: weight of the MI, finite, at least 0.
         entropy_weight: weight of the entropy, finite, at least 0. 1 where the most likely token is taken (an uncertain one may
             be wrong); 0 where tokens are sampled (only dependence is an error).
@@ -131,8 +138,8 @@ def select_budget(
     Numerics:
         Costs in float64, MI added in the order chosen, no fused multiply-add: the same selection bit for bit on every backend.
         Ties go to the lower index. inf is a cost that never fits; a weight of 0 makes its term 0, also for inf.
-        On a GPU a NaN cannot raise without stopping the queue: nothing
-        of that sequence is selected, and its `spent` is NaN.
+        On a GPU a NaN, or a budget there that is NaN or negative, cannot raise without stopping the queue: nothing of that
+        sequence is selected, and its `spent` is NaN.
 
     Example:
         >>> import torch
@@ -147,7 +154,7 @@ def select_budget(
     check.same_device(op, entropy=entropy, mi=mi, mask=mask)
     check.one_of(op, "order", order, ("entropy", "cheapest"))
     _check_limit(op, limit)
-    budget = _check_gamma(op, gamma, entropy.shape[:-1])
+    budget = _check_gamma(op, gamma, entropy.shape[:-1], entropy.device)
     lam, entropy_weight = check.weight(op, "lam", lam), check.weight(op, "entropy_weight", entropy_weight)
     return _selection(_select_budget(h, m, budget, lam, entropy_weight, order, masked, limit, backend), entropy.shape)
 
@@ -164,7 +171,7 @@ def _select_budget(
     limit: int | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    _refuse_bad_gamma("select_budget", gamma)
+    gamma = _budgets("select_budget", gamma, backend, [entropy, mi], None)
     args = (entropy, mi, gamma, lam, entropy_weight, order, mask, limit)
     return call("select", "select_budget", backend, [entropy, mi], None, *args)  # type: ignore[no-any-return]
 
@@ -369,7 +376,7 @@ def score_and_select(
         raise ValueError(f"{op}: u must be [..., N, H1] with [..., N] that of entropy, got {check.describe(u)}")
     check.same_device(op, entropy=entropy, u=u)
     _check_limit(op, limit)
-    budget = _check_gamma(op, gamma, entropy.shape[:-1])
+    budget = _check_gamma(op, gamma, entropy.shape[:-1], entropy.device)
     lam, entropy_weight = check.weight(op, "lam", lam), check.weight(op, "entropy_weight", entropy_weight)
     args = (h, *pairs.operands, budget, lam, entropy_weight, *pairs.options, limit)
     with torch.no_grad():
@@ -412,8 +419,9 @@ def _(entropy: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
 
 
 def _run_score_and_select(args: tuple[Any, ...], backend: str | None, packed: object) -> tuple[Tensor, Tensor]:
-    entropy, u, v, weights, biases, w_out, b_out, gamma = args[:8]
-    _refuse_bad_gamma("score_and_select", gamma)
+    entropy, u, v, weights, biases, w_out, b_out, gamma, *options = args
     tensors = [entropy, u, v, *weights, *biases, w_out, b_out]
-    precision = args[-2]
+    precision = options[-2]
+    gamma = _budgets("score_and_select", gamma, backend, tensors, precision)
+    args = (*args[:7], gamma, *options)
     return call("select", "score_and_select", backend, tensors, precision, *args, packed)  # type: ignore[no-any-return]

@@ -10,11 +10,11 @@ from mdmi_fast.ops._register import registered
 from mdmi_fast.ops.select import (
     Selection,
     _check_entropy,
+    _budgets,
     _check_gamma,
     _check_limit,
     _check_mask,
     _empty_selection,
-    _refuse_bad_gamma,
     _selection,
     _values,
 )
@@ -76,7 +76,7 @@ def select_budget_band(
     check.same_device(op, entropy=entropy, band=band, mask=mask)
     check.one_of(op, "order", order, ("entropy", "cheapest"))
     _check_limit(op, limit)
-    budget = _check_gamma(op, gamma, entropy.shape[:-1])
+    budget = _check_gamma(op, gamma, entropy.shape[:-1], entropy.device)
     lam, entropy_weight = check.weight(op, "lam", lam), check.weight(op, "entropy_weight", entropy_weight)
     flat = values.reshape(*h.shape, band.shape[-1])
     return _selection(
@@ -96,7 +96,7 @@ def _select_budget_band(
     limit: int | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    _refuse_bad_gamma("select_budget_band", gamma)
+    gamma = _budgets("select_budget_band", gamma, backend, [entropy, band], None)
     args = (entropy, band, gamma, lam, entropy_weight, order, mask, limit)
     return call("select", "select_budget_band", backend, [entropy, band], None, *args)  # type: ignore[no-any-return]
 
