@@ -190,7 +190,7 @@ def _predicted(source: MISource, hidden: Tensor, mask: Tensor, step: Step, row: 
         model=step.model,
         tokens=own(step.tokens),
         logits=own(step.logits),
-        stats=None if step.stats is None else TokenStats(*map(own, step.stats)),
+        stats=None if step.stats is None else TokenStats(*(field[row : row + 1] for field in step.stats)),
         seeds=own(step.seeds),
         attention_mask=own(step.attention_mask),
     )

@@ -266,7 +266,9 @@ def _weight_gradients(network: Network, left: Side, right: Side, scores: _Scores
         n_parts = min(_WEIGHT_PARTS, n_tiles)
         net, block_m = network.net(tile, combine), block(h1, _launches.GRADIENT_INPUTS)
         layers = network.layers._replace(b_out=None)
-        d_layers = layers._make(None if t is None else torch.empty((n_parts, *t.shape), device=x.device) for t in layers)
+        d_layers = layers._make(
+            None if t is None else torch.empty((n_parts, *t.shape), device=x.device) for t in layers
+        )
         pointers, sizes = _common_args(left, right, scores, tile)
         _common.launch(
             _pairwise_mlp_bwd_weights_kernel,

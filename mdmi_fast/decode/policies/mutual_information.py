@@ -162,7 +162,7 @@ class Within:
     @property
     def score_and_select(self) -> Callable[..., Selection] | None:
         """As that of the source, if it has one."""
-        scorer = getattr(self.source, "score_and_select", None)
+        scorer: Callable[..., Selection] | None = getattr(self.source, "score_and_select", None)
         if scorer is None:
             return None
 
