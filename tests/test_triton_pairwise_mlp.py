@@ -77,26 +77,17 @@ def compare(layout: str, widths: tuple[int, ...], gradients: bool, **options: An
         ("band", "mul", "none", "softplus"),
     ],
 )
-def test_scores_and_gradients_of_every_layout(layout: str, combine: str, symmetry: str, activation: str) -> None:
-    compare(layout, (19, 33), True, combine=combine, symmetry=symmetry, activation=activation)
+@pytest.mark.parametrize("widths", [(19, 33), (6, 17, 9, 5)])
+def test_scores_and_gradients_of_every_layout(
+    layout: str, combine: str, symmetry: str, activation: str, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pairwise_deep, "SCRATCH", 37 * 17 * 6)  # 6 rows of a sequence at a time
+    compare(layout, widths, True, combine=combine, symmetry=symmetry, activation=activation)
 
 
 @pytest.mark.parametrize("widths", [(1,), (5, 1), (18, 33, 24), (7, 16, 5, 3)])
 def test_other_depths_and_widths(widths: tuple[int, ...]) -> None:
     compare("all", widths, True, symmetry="upper")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("combine", "symmetry", "activation"),
-    [("add", "mean", "softplus"), ("mul", "upper", "identity"), ("mul", "none", "softplus")],
-)
-@pytest.mark.parametrize("scratch", [1500, 1 << 20])
-def test_deep_networks_by_rectangles_of_any_size(
-    layout: str, combine: str, symmetry: str, activation: str, scratch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_pairwise_deep, "SCRATCH", scratch)
-    compare(layout, (6, 17, 9, 5), True, combine=combine, symmetry=symmetry, activation=activation)
 
 
 def test_equal_halves_are_scored_once() -> None:

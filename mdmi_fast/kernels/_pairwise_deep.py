@@ -29,9 +29,7 @@ _MOST_PARTS = 32
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _output_kernel(
-    z_ptr, w_ptr, f_ptr, n_rows, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _output_kernel(z_ptr, w_ptr, f_ptr, n_rows, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """f [n_rows], the products of rows z [n_rows, D] with w [D]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     f = tl.zeros((ROWS,), tl.float32)
