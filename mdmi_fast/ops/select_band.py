@@ -9,8 +9,8 @@ from mdmi_fast.ops._dispatch import call
 from mdmi_fast.ops._register import registered
 from mdmi_fast.ops.select import (
     Selection,
-    _check_entropy,
     _budgets,
+    _check_entropy,
     _check_gamma,
     _check_limit,
     _check_mask,
