@@ -38,6 +38,9 @@ OTHERS: list[tuple[str, str, Callable[[], None]]] = [
     ("sm_100", "fp32", lambda: (_cases.scores((512, 256), "fp32"), _cases.gradients((512, 256), "fp32"))),
     ("sm_100", "two layers", lambda: _cases.scores((512, 256, 128))),
     ("gfx942", "selections, largest", lambda: _cases.selections(select.MOST_POSITIONS)),
+    ("sm_90", "deep", lambda: _cases.gradients((512, 256, 128))),
+    ("gfx942", "deep, fp32", lambda: _cases.gradients((64, 64, 32), "fp32")),
+    ("sm_90", "selections, largest", lambda: _cases.selections(select.MOST_POSITIONS)),
     ("sm_90", "tf32", lambda: _cases.scores((512, 256), "tf32")),
     ("gfx942", "smallest scores", lambda: _cases.scores((16, 1))),
 ]
@@ -68,7 +71,8 @@ def test_products_use_tensor_cores_and_spill_nothing(case: str, target: str) -> 
 @pytest.mark.parametrize(("target", "case", "call"), OTHERS, ids=[f"{target}-{case}" for target, case, _ in OTHERS])
 def test_kernels_stay_within_a_target(target: str, case: str, call: Callable[[], None]) -> None:
     for launch, code in look(target, call):
-        if case in ("head", "two layers", "tf32", "smallest scores") and launch.name.startswith(("_linear", "_pair")):
+        products = ("_linear", "_pair", "_dense", "_weight")
+        if case in ("head", "two layers", "deep", "tf32", "smallest scores") and launch.name.startswith(products):
             assert code.tensor_core > 0, launch.name
 
 
@@ -77,10 +81,11 @@ def test_every_kernel_compiles_with_its_scalars_equal_to_1() -> None:
     calls += [
         lambda: _cases.gradients((16, 16)),
         lambda: _cases.gradients((16,)),
+        lambda: _cases.gradients((16, 16, 16)),
         lambda: _cases.head_statistics(2, 16),
     ]
     names = {launch.name for call in calls for launch, _ in look("gfx942", call, ones=True)}
-    assert "_pairwise_mlp_bwd_half_kernel" in names
+    assert {"_pairwise_mlp_bwd_half_kernel", "_weight_gradient_kernel"} <= names
 
 
 def test_another_triton_compiles_the_same_kernels() -> None:
@@ -92,8 +97,8 @@ def test_another_triton_compiles_the_same_kernels() -> None:
 import triton
 from mdmi_fast.kernels import _cases, _offline
 calls = {"gfx942": [lambda: _cases.scores((256, 128))],
-         "sm_90": [lambda: _cases.scores((256, 128)), lambda: _cases.gradients((64, 64)), lambda: _cases.token_statistics(33),
-                   lambda: _cases.selections(64), lambda: _cases.head_statistics(256, 64)]}
+         "sm_90": [lambda: _cases.scores((256, 128)), lambda: _cases.gradients((64, 64)), lambda: _cases.gradients((64, 64, 32)),
+                   lambda: _cases.token_statistics(33), lambda: _cases.selections(64), lambda: _cases.head_statistics(256, 64)]}
 for target in calls:
     with _offline.recorded(target) as launches:
         for call in calls[target]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,8 +78,12 @@ def compare(layout: str, widths: tuple[int, ...], gradients: bool, **options: An
         ("band", "mul", "none", "softplus"),
     ],
 )
-def test_scores_and_gradients_of_every_layout(layout: str, combine: str, symmetry: str, activation: str) -> None:
-    compare(layout, (19, 33), True, combine=combine, symmetry=symmetry, activation=activation)
+@pytest.mark.parametrize("widths", [(19, 33), (6, 17, 9, 5)])
+def test_scores_and_gradients_of_every_layout(
+    layout: str, combine: str, symmetry: str, activation: str, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_pairwise_deep, "SCRATCH", 37 * 17 * 6)  # 6 rows of a sequence at a time
+    compare(layout, widths, True, combine=combine, symmetry=symmetry, activation=activation)
 
 
 @pytest.mark.parametrize("widths", [(1,), (5, 1), (18, 33, 24), (7, 16, 5, 3)])
@@ -86,21 +91,9 @@ def test_other_depths_and_widths(widths: tuple[int, ...]) -> None:
     compare("all", widths, True, symmetry="upper")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("combine", "symmetry", "activation"),
-    [("add", "mean", "softplus"), ("mul", "upper", "identity"), ("mul", "none", "softplus")],
-)
-@pytest.mark.parametrize("scratch", [1500, 1 << 20])
-def test_deep_networks_by_rectangles_of_any_size(
-    layout: str, combine: str, symmetry: str, activation: str, scratch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_pairwise_deep, "SCRATCH", scratch)
-    compare(layout, (6, 17, 9, 5), True, combine=combine, symmetry=symmetry, activation=activation)
-
-
-def test_equal_halves_are_scored_once() -> None:
-    h, net = torch.randn(1, 21, 8), network(8, 16)
+@pytest.mark.parametrize("widths", [(8, 16), (8, 16, 8, 4)])
+def test_equal_halves_are_scored_once(widths: tuple[int, ...]) -> None:
+    h, net = torch.randn(1, 21, 8), network(*widths)
     for symmetry in ("none", "mean", "upper"):
         got = ops.pairwise_mlp(h, h, *net, symmetry=symmetry, backend="triton")
         exact = reference.pairwise_mlp(h.double(), h.double(), *double(net), symmetry=symmetry)
@@ -116,12 +109,31 @@ def test_bfloat16_rounds_the_operands_of_the_layers_only() -> None:
         # the interpreter multiplies tf32 operands in full; the other roundings are the same ones in another order of sums
         expected = ops.pairwise_mlp(u, v, *net, backend="torch", precision=rounding)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("widths", [(8, 16), (8, 16, 8)])
+def test_gradients_of_bfloat16_halves(widths: tuple[int, ...]) -> None:
+    u, v = torch.randn(2, 1, 11, 8).bfloat16()
+    net = network(*widths)
     halves = [x.float().requires_grad_() for x in (u, v)]
     coarse = [x.detach().clone().requires_grad_() for x in (u, v)]
     ops.pairwise_mlp(*coarse, *net, backend="triton").sum().backward()
     ops.pairwise_mlp(*halves, *net, backend="torch").sum().backward()
     for a, b in zip(coarse, halves, strict=True):
         torch.testing.assert_close(a.grad.float(), b.grad, rtol=3e-2, atol=3e-2)  # 3 bfloat16 roundings of sums of 20
+
+
+def test_deep_networks_take_memory_for_some_pairs_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, largest_allocation: Callable[..., int]
+) -> None:
+    n, net = 32, network(8, 16, 8, 4)
+    monkeypatch.setattr(_pairwise_deep, "SCRATCH", 4 * n * (8 + 16 + 8 + 4))
+
+    def step(u: Tensor) -> None:
+        ops.pairwise_mlp(u, 2 * u, *net, backend="triton").sum().backward()
+
+    # an int64 for each pair, or the activations of the widest layer of 4 rows; those of all pairs are 65536 bytes
+    assert largest_allocation(step, torch.randn(1, n, 8, requires_grad=True)) <= max(8 * n * n, 4 * 4 * n * 16)
 
 
 def test_half_precision_stays_finite_at_large_states() -> None:
@@ -141,8 +153,9 @@ def test_a_sequence_is_scored_the_same_alone_and_in_a_batch() -> None:
     assert torch.equal(wide[:, 4:24, 4:24], alone)
 
 
-def test_nan_at_a_masked_position_reaches_the_scores() -> None:
-    u, net = torch.randn(1, 5, 8), network(8, 16)
+@pytest.mark.parametrize("widths", [(8, 16), (8, 16, 8, 4)])
+def test_nan_at_a_masked_position_reaches_the_scores(widths: tuple[int, ...]) -> None:
+    u, net = torch.randn(1, 5, 8), network(*widths)
     u[0, 2, 3] = torch.nan
     got = ops.pairwise_mlp(u, torch.randn(1, 5, 8), *net, symmetry="none", backend="triton")
     assert got[0, 2, [0, 1, 3, 4]].isnan().all()

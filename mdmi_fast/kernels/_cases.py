@@ -78,6 +78,10 @@ CASES: dict[str, dict[str, Callable[[], None]]] = {
         "pair gradients": lambda: gradients((512, 256)),
         "pair gradients fp32": lambda: gradients((512, 256), "fp32"),
         "pair gradients, no layer": lambda: gradients((512,)),
+        "deep pairs": lambda: scores((512, 256, 128, 64)),
+        "deep pair gradients": lambda: gradients((512, 256, 128)),
+        "deep pair gradients fp32": lambda: gradients((512, 256, 128), "fp32"),
+        "deep pair gradients tf32": lambda: gradients((512, 256, 128), "tf32"),
     },
     "smallest": {
         "stats": lambda: token_statistics(2),

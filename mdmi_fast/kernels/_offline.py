@@ -40,7 +40,7 @@ _POINTER = {
     torch.float16: "*fp16",
     torch.int32: "*i32",
     torch.int64: "*i64",
-    torch.bool: "*i1",
+    torch.bool: "*u1",
 }
 
 

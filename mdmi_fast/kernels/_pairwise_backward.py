@@ -89,6 +89,7 @@ def _pairwise_mlp_bwd_half_kernel(
     BLOCK_I: tl.constexpr = NET.BLOCK_I
     BLOCK_J: tl.constexpr = NET.BLOCK_J
     BLOCK_K: tl.constexpr = NET.BLOCK_K
+    PRECISION: tl.constexpr = NET.PRECISION
     N_CHUNKS: tl.constexpr = triton.next_power_of_2((NET.H1 + BLOCK_K - 1) // BLOCK_K)
     program = tl.program_id(0)
     part = program // (n_batch * tiles_i)
@@ -120,7 +121,7 @@ def _pairwise_mlp_bwd_half_kernel(
                     k = first_k + tl.arange(0, BLOCK_K)
                     if NET.H2 > 0:
                         w = load_weights(layers.w1, k, columns, NET.H1, NET.H2)
-                        dz0 = dot(dz, tl.trans(w), tl.zeros((BLOCK_I * BLOCK_J, BLOCK_K), tl.float32), NET.PRECISION)
+                        dz0 = dot(dz, tl.trans(w), tl.zeros((BLOCK_I * BLOCK_J, BLOCK_K), tl.float32), PRECISION)
                     else:
                         dz0 = e_pairs * load_vector(layers.w_out, k, NET.H1)[None, :]
                     left_half, right_half = load_half(x_b, left, k, NET.H1), load_half(y_b, right, k, NET.H1)
@@ -163,6 +164,7 @@ def _pairwise_mlp_bwd_weights_kernel(
     BLOCK_I: tl.constexpr = NET.BLOCK_I
     BLOCK_J: tl.constexpr = NET.BLOCK_J
     BLOCK_N: tl.constexpr = NET.BLOCK_N
+    PRECISION: tl.constexpr = NET.PRECISION
     N_BLOCKS: tl.constexpr = (NET.H1 + BLOCK_M - 1) // BLOCK_M
     part = tl.program_id(0) % n_parts
     tile_of_matrix = tl.program_id(0) // n_parts
@@ -187,7 +189,7 @@ def _pairwise_mlp_bwd_weights_kernel(
                 z0 = combined(left_half, right_half, layers.w1.dtype.element_ty, NET.ADD)
                 z = first_layer(x_b, y_b, left, right, layers, columns, NET)
                 dz = _through_output(z, e_pairs, layers, columns, NET)
-                dw1 = dot(tl.trans(z0), rounded(dz, z0.dtype), dw1, NET.PRECISION)
+                dw1 = dot(tl.trans(z0), rounded(dz, z0.dtype), dw1, PRECISION)
                 db1 += tl.sum(dz, 0)
                 dw_out += tl.sum(z * e_pairs, 0)
             else:

@@ -1,7 +1,7 @@
 """Pair networks of any depth, layer by layer: what the fused kernels of `pairwise` do not hold in registers.
 
-Rectangles of pairs are taken in turn. The activations of a rectangle lie in memory, at most SCRATCH of them however many pairs there
-are; the backward pass computes them again. Pairs come as u [B, L, H1], v [B, N, H1] and something [B, L, N] that is 0 or
+Rectangles of pairs are taken in turn. The activations of a rectangle lie in memory, at most SCRATCH of them (or those of one row)
+however many pairs there are; the backward pass computes them again. Pairs come as u [B, L, H1], v [B, N, H1] and something [B, L, N] that is 0 or
 False where no pair is; with a window, [B, N, 2 * window + 1], entry [i, window + j - i]. Halves must be finite where no pair is.
 """
 
@@ -117,18 +117,13 @@ def _rectangles(network: Network, shape: torch.Size, n_right: int, window: int |
             yield _Rectangle(slice(b, b + n_sequences), slice(i, min(i + n_rows, n_left)), slice(first, end))
 
 
-def _distances(at: _Rectangle, device: torch.device) -> Tensor:
-    """j - i [I, J]."""
-    i, j = (torch.arange(s.start, s.stop, device=device) for s in (at.i, at.j))
-    return j - i.unsqueeze(1)
-
-
 def _inside(x: Tensor, at: _Rectangle, window: int | None) -> Tensor:
     """x [B, L, N] or [B, N, 2 * window + 1] at the pairs of a rectangle [b, I, J], 0 where it has none."""
     x = x[at.b, at.i]
     if window is None:
         return x[..., at.j].contiguous()
-    place = window + _distances(at, x.device)
+    i, j = (torch.arange(s.start, s.stop, device=x.device) for s in (at.i, at.j))
+    place = window + j - i.unsqueeze(1)
     near = (place >= 0) & (place <= 2 * window)
     return x.gather(2, place.clamp(0, 2 * window).expand(x.shape[0], -1, -1)).masked_fill_(~near, 0)
 

@@ -48,8 +48,7 @@ class Layers(NamedTuple):
 class Net:
     """What a kernel is compiled for: the network, and how many inputs and outputs of its layers are taken at a time.
 
-    No tuple, because Triton 3.6 makes arguments of its own of tuples; there a number of it has to be named before it may be
-    part of a shape.
+    Kernels name what they use of it in a shape or hand on as a string, because Triton 3.6 takes neither from a field.
     """
 
     ADD: bool
@@ -140,12 +139,13 @@ def load_vector(x_ptr, columns, N: tl.constexpr):
 @triton.jit
 def first_layer(x, y, left, right, layers, columns, NET: tl.constexpr):
     """relu(z W + b) [I * J, columns] in float32, of halves x and y. Columns behind H2 are 0: so are their weights and biases."""
+    PRECISION: tl.constexpr = NET.PRECISION
     acc = tl.zeros((left.shape[0] * right.shape[0], columns.shape[0]), tl.float32)
     for start in range(0, NET.H1, NET.BLOCK_K):
         k = start + tl.arange(0, NET.BLOCK_K)
         w = load_weights(layers.w1, k, columns, NET.H1, NET.H2)
         z = combined(load_half(x, left, k, NET.H1), load_half(y, right, k, NET.H1), w.dtype, NET.ADD)
-        acc = dot(z, w, acc, NET.PRECISION)
+        acc = dot(z, w, acc, PRECISION)
     return relu(acc + load_vector(layers.b1, columns, NET.H2)[None, :])
 
 
@@ -154,6 +154,7 @@ def _score(x, y, left, right, layers, NET: tl.constexpr):
     """f [I, J] of halves x and y."""
     N_PAIRS: tl.constexpr = left.shape[0] * right.shape[0]
     LAST: tl.constexpr = NET.BLOCK_L
+    PRECISION: tl.constexpr = NET.PRECISION
     f = tl.zeros((N_PAIRS,), tl.float32)
     if NET.H2 == 0:
         for start in range(0, NET.H1, NET.BLOCK_K):
@@ -173,7 +174,7 @@ def _score(x, y, left, right, layers, NET: tl.constexpr):
                 columns = middle + tl.arange(0, NET.BLOCK_N)
                 z = first_layer(x, y, left, right, layers, columns, NET)
                 w = load_weights(layers.w2, columns, last, NET.H2, NET.H3)
-                acc = dot(rounded(z, w.dtype), w, acc, NET.PRECISION)
+                acc = dot(rounded(z, w.dtype), w, acc, PRECISION)
             z = relu(acc + load_vector(layers.b2, last, NET.H3)[None, :])
             f += tl.sum(z * load_vector(layers.w_out, last, NET.H3)[None, :], 1)
     f += tl.load(layers.b_out)

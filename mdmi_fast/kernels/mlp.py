@@ -36,7 +36,7 @@ def _dense_kernel(
     program = tl.program_id(0)
     row = (program // N_TILES).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = (program % N_TILES).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    if live_ptr is not None:
+    if live_ptr is not None:  # noqa: SIM102 - Triton evaluates both sides of an `and`
         if tl.max(tl.load(live_ptr + row, mask=row < n_rows, other=0).to(tl.int32)) == 0:
             return
     acc = matrix_product(
@@ -75,9 +75,12 @@ def dense(
     dtype: torch.dtype = torch.float32,
     precision: str = "ieee",
 ) -> Tensor:
-    """One layer, x [R, D] contiguous times weight [D, N], plus bias [N] float32.
+    """One layer, x W + b [R, N].
 
     Args:
+        x: [R, D] contiguous.
+        weight: [D, N], any strides.
+        bias: [N] float32 or None.
         relu: max(., 0) of it.
         gate: [R, N] contiguous; the result is 0 where this is not above 0, which is the gradient of a relu that gave it.
         live: [R] bool contiguous; a tile of rows that are all False is left 0.

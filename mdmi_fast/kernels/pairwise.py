@@ -103,6 +103,7 @@ def _deep_scores(
     symmetry: str,
     activation: str,
 ) -> Tensor:
+    """What `forward.score` gives, of a deeper network."""
     halves = halves_of(u, v)
     u, v = _cleared(halves.u, mask), _cleared(halves.v, mask)
     own, other = _ends(u.shape[1], rows, window, u.device)

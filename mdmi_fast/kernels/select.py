@@ -44,8 +44,21 @@ def _masked(mask_ptr, b, i, n, mask_b, mask_n):
 
 
 @triton.jit
+def _load_entropies(h_ptr, mask_ptr, b, i, n, mask_b, mask_n, h_b, h_n):
+    """Those of positions i of sequence b; NaN, which is neither least nor equal to itself, where nothing may be chosen."""
+    masked = _masked(mask_ptr, b, i, n, mask_b, mask_n)
+    return tl.load(h_ptr + b * h_b + i.to(tl.int64) * h_n, mask=masked, other=float("nan"))
+
+
+@triton.jit
 def _load_pairs(mi_ptr, i, j, inside, mi_i, mi_j):
     return tl.load(mi_ptr + i.to(tl.int64) * mi_i + j.to(tl.int64) * mi_j, mask=inside, other=0.0)
+
+
+@triton.jit
+def _again(i, pick):
+    """i, in a form that no compiler works out ahead of the loop that finds pick >= 0: all offsets held over it would spill."""
+    return i + tl.minimum(pick, 0)
 
 
 @triton.jit
@@ -59,6 +72,15 @@ def _first_least(value, among, i):
 def _value_at(value, i, at):
     """value [at] of a vector over positions i."""
     return tl.sum(tl.where(i == at, value, 0.0), 0)
+
+
+@triton.jit
+def _cost(h, acc, entropy_weight, lam, COUNT_ENTROPY: tl.constexpr, COUNT_MI: tl.constexpr):
+    """entropy_weight h + lam acc; COUNT_*: whether a weight is not 0, one that is switches its term off, also where that is inf."""
+    cost = entropy_weight * h.to(tl.float64) if COUNT_ENTROPY else tl.zeros(acc.shape, tl.float64)
+    if COUNT_MI:
+        cost += lam * acc
+    return cost
 
 
 @triton.jit
@@ -136,42 +158,34 @@ def _select_budget_kernel(
     CHEAPEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """COUNT_MI and COUNT_ENTROPY: whether the weights are not 0; a weight of 0 switches its term off, also where it is inf."""
+    """Marks the chosen in selected, which is False before."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     remaining = tl.load(gamma_ptr + b)
     undefined = tl.where(remaining >= 0, tl.load(undefined_ptr + b), 1)  # 1: there is nothing to choose from
-    waiting = _masked(mask_ptr, b, i, n * (1 - undefined), mask_b, mask_n)
-    h = tl.load(h_ptr + b * h_b + i.to(tl.int64) * h_n, mask=waiting, other=0.0).to(tl.float64)
-    own = entropy_weight * h if COUNT_ENTROPY else tl.zeros((BLOCK,), tl.float64)
+    h = _load_entropies(h_ptr, mask_ptr, b, i, n * (1 - undefined), mask_b, mask_n, h_b, h_n)
+    mi_ptr += b * mi_b
     acc = tl.zeros((BLOCK,), tl.float64)
-    selected = tl.zeros((BLOCK,), tl.int32)
     spent = tl.where(undefined == 0, 0.0, float("nan")).to(tl.float64)
-    n_selected = 0
-    go = tl.max(waiting.to(tl.int32), 0) > 0
-    while go:
-        cost = own + lam * acc if COUNT_MI else own
+    pick, h_pick, n_selected = -1, tl.full((), -float("inf"), h.dtype), 0
+    while (pick < _FAR) & (n_selected < limit):
+        # in the order of entropy those ahead of the next that fits are skipped for good
+        waiting = h == h if CHEAPEST else (h > h_pick) | ((h == h_pick) & (i > pick))
+        cost = _cost(h, acc, entropy_weight, lam, COUNT_ENTROPY, COUNT_MI)
+        affordable = tl.where(n_selected == 0, float("inf"), remaining)  # the first is
+        pick = _first_least(cost, waiting, i) if CHEAPEST else _first_least(h, waiting & (cost <= affordable), i)
+        h_pick = _value_at(h, i, pick)
+        paid = _cost(h_pick, _value_at(acc, i, pick), entropy_weight, lam, COUNT_ENTROPY, COUNT_MI)
         if CHEAPEST:
-            pick = _first_least(cost, waiting, i)
-            fits = (n_selected == 0) | (_value_at(cost, i, pick) <= remaining)
-            pick = tl.where(fits, pick, _FAR)
-        else:
-            # those ahead of the next that fits are skipped for good
-            pick = _first_least(h, waiting & (cost <= tl.where(n_selected == 0, float("inf"), remaining)), i)
+            pick = tl.where(paid <= affordable, pick, _FAR)
         if pick < _FAR:
-            paid = _value_at(cost, i, pick)
             remaining -= paid
             spent += paid
-            selected = tl.where(i == pick, 1, selected)
-            waiting &= i != pick
-            if not CHEAPEST:
-                h_pick = _value_at(h, i, pick)
-                waiting &= (h > h_pick) | ((h == h_pick) & (i > pick))
-            mi = _load_pairs(mi_ptr + b * mi_b, i, pick, waiting, mi_i, mi_j)
+            tl.store(selected_ptr + b * n + pick, 1)
+            h = tl.where(i == pick, float("nan"), h)
+            mi = _load_pairs(mi_ptr, _again(i, pick), pick, waiting & (i != pick), mi_i, mi_j)
             acc += tl.maximum(mi, 0.0).to(tl.float64)
             n_selected += 1
-        go = (pick < _FAR) & (n_selected < limit) & (tl.max(waiting.to(tl.int32), 0) > 0)
-    tl.store(selected_ptr + b * n + i, selected != 0, mask=i < n)
     tl.store(spent_ptr + b, spent)
 
 
@@ -198,22 +212,22 @@ def _select_threshold_kernel(
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     undefined = tl.load(undefined_ptr + b)  # 1: there is nothing to choose from
-    free = _masked(mask_ptr, b, i, n * (1 - undefined), mask_b, mask_n)
-    masked = free
-    h = tl.load(h_ptr + b * h_b + i.to(tl.int64) * h_n, mask=free, other=0.0).to(tl.float64)
+    h = _load_entropies(h_ptr, mask_ptr, b, i, n * (1 - undefined), mask_b, mask_n, h_b, h_n)
     turn = tl.full((BLOCK,), _FAR, tl.int32)  # in which step a position was chosen
     spent = tl.where(undefined == 0, 0.0, float("nan")).to(tl.float64)
     mi_ptr += b * mi_b
     n_selected = 0
-    while (n_selected < limit) & (tl.max(free.to(tl.int32), 0) > 0):
-        pick = _first_least(h, free, i)
-        mi = _load_pairs(mi_ptr, pick, i, masked & (i != pick), mi_i, mi_j)
-        back = _load_pairs(mi_ptr, i, pick, masked & (i != pick), mi_i, mi_j)
+    pick = _first_least(h, h == h, i)
+    while (pick < _FAR) & (n_selected < limit):
+        pairs = ((h == h) | (turn < _FAR)) & (i != pick)
+        mi = _load_pairs(mi_ptr, pick, _again(i, pick), pairs, mi_i, mi_j)
+        back = _load_pairs(mi_ptr, _again(i, pick), pick, pairs, mi_i, mi_j)
         paid = tl.maximum(mi, 0.0).to(tl.float64)
         for step in range(n_selected):
             spent += _value_at(paid, turn, step)
         turn = tl.where(i == pick, n_selected, turn)
-        free &= (i != pick) & (tl.maximum(mi, back).to(tl.float64) < tau)
+        h = tl.where((i != pick) & (tl.maximum(mi, back).to(tl.float64) < tau), h, float("nan"))
+        pick = _first_least(h, h == h, i)
         n_selected += 1
     tl.store(selected_ptr + b * n + i, turn < _FAR, mask=i < n)
     tl.store(spent_ptr + b, spent)
@@ -239,18 +253,16 @@ def _color_kernel(
     i = tl.arange(0, BLOCK)
     undefined = tl.load(undefined_ptr + b)  # 1: there is nothing to choose from
     waiting = _masked(mask_ptr, b, i, n * (1 - undefined), mask_b, mask_n)
-    masked = waiting
-    degree = tl.load(degree_ptr + b * n + i, mask=waiting, other=0)
+    degree = tl.load(degree_ptr + b * n + i, mask=waiting, other=-1)  # -1: not to be coloured, or coloured already
     group = tl.full((BLOCK,), -1, tl.int32)
     bit = tl.arange(0, 32)
     mi_ptr += b * mi_b
-    while tl.max(waiting.to(tl.int32), 0) > 0:
-        most = tl.max(tl.where(waiting, degree, -1), 0)
-        pick = tl.min(tl.where(waiting & (degree == most), i, _FAR), 0)
-        pairs = masked & (i != pick)
-        mi = _load_pairs(mi_ptr, pick, i, pairs, mi_i, mi_j)
-        back = _load_pairs(mi_ptr, i, pick, pairs, mi_i, mi_j)
-        tied = pairs & (group >= 0) & (tl.maximum(mi, back).to(tl.float64) >= tau)
+    most = tl.max(degree, 0)
+    while most >= 0:
+        pick = tl.min(tl.where(degree == most, i, _FAR), 0)
+        mi = _load_pairs(mi_ptr, pick, _again(i, pick), group >= 0, mi_i, mi_j)
+        back = _load_pairs(mi_ptr, _again(i, pick), pick, group >= 0, mi_i, mi_j)
+        tied = (group >= 0) & (tl.maximum(mi, back).to(tl.float64) >= tau)
         # the colours of neighbours as the bits of a word, 32 colours at a time, until one is free
         first, free = 0, 32
         while free == 32:
@@ -259,7 +271,8 @@ def _color_kernel(
             free = tl.min(tl.where(((taken >> bit) & 1) == 0, bit, 32), 0)
             first += 32
         group = tl.where(i == pick, first - 32 + free, group)
-        waiting &= i != pick
+        degree = tl.where(i == pick, -1, degree)
+        most = tl.max(degree, 0)
     tl.store(group_ptr + b * n + i, group.to(tl.int64), mask=i < n)
 
 
@@ -291,8 +304,9 @@ def _check(entropy: Tensor | None, mi: Tensor, mask: Tensor | None, tau: float, 
     return undefined
 
 
-def _empty(entropy: Tensor) -> tuple[Tensor, Tensor]:
-    selected = torch.empty(entropy.shape, dtype=torch.bool, device=entropy.device)
+def _nothing(entropy: Tensor) -> tuple[Tensor, Tensor]:
+    """selected, none so far, and spent, not known yet."""
+    selected = torch.zeros(entropy.shape, dtype=torch.bool, device=entropy.device)
     return selected, torch.empty(entropy.shape[0], dtype=torch.float64, device=entropy.device)
 
 
@@ -317,7 +331,7 @@ def select_budget(
     limit: int | None,
 ) -> tuple[Tensor, Tensor]:
     batch, n = entropy.shape
-    selected, spent = _empty(entropy)
+    selected, spent = _nothing(entropy)
     undefined = _check(entropy, mi, mask, 0.0, None)
     block, tile = _one_program(n, mi.device)
     strides = (*_mask_strides(mask), *entropy.stride(), *mi.stride())
@@ -342,7 +356,7 @@ def select_threshold(
     entropy: Tensor, mi: Tensor, tau: float, mask: Tensor | None, limit: int | None
 ) -> tuple[Tensor, Tensor]:
     batch, n = entropy.shape
-    selected, spent = _empty(entropy)
+    selected, spent = _nothing(entropy)
     undefined = _check(entropy, mi, mask, 0.0, None)
     block, tile = _one_program(n, mi.device)
     strides = (*_mask_strides(mask), *entropy.stride(), *mi.stride())
