@@ -9,7 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from mdmi_fast.cli._errors import InputError, UsageError
 from mdmi_fast.cli._options import kind_of
@@ -191,7 +191,7 @@ def _read_record(line: str, model: MaskedModel) -> TokenSequence:
     return TokenSequence(tokens, record)
 
 
-def are_tokens(value: Any) -> bool:
+def are_tokens(value: Any) -> TypeGuard[list[int]]:
     """Whether a value of JSON is a list of integers."""
     return isinstance(value, list) and all(type(token) is int for token in value)
 
