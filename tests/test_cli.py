@@ -340,6 +340,9 @@ def test_label_takes_states_of_unequal_lengths_and_masks_sequences(run: Run, tmp
     assert [state.tokens.tolist() for state in states] == [[3, 3], [1, 3, 3]]
     assert [state.pairs.tolist() for state in states] == [[[0, 1]], [[1, 2]]]
     assert set(states[0].mi) == {"joint", "kl"}
+    code, _, err = run(*label, tmp_path / "masked", "--mask", "uniform")
+    assert (code, "no mask token 3 where masking is given, got one in sequence 0" in err) == (1, True)
+    data.write_text('{"tokens": [0, 2]}\n{"tokens": [1, 0, 2]}\n')
     for mask in ("uniform", "share:0.5", "trajectory:entropy", "trajectory:random"):
         folder = tmp_path / mask.replace(":", "-")
         assert run(*label, folder, "--mask", mask, "--keep", 1, "--hidden", "--window", 1, "--samples", 2)[0] == 0

@@ -83,7 +83,6 @@ def test_a_finished_folder_costs_no_pass(tmp_path: Path) -> None:
         ({"directions": "one"}, "directions"),
         ({"window": 1}, "window"),
         ({"samples": 2}, "samples"),
-        ({"masking": UniformShare()}, "masking"),
         ({"seed": 1}, "seed"),
         ({"hidden": True}, "hidden"),
         ({"precision": "bf16"}, "precision"),
@@ -422,6 +421,9 @@ def test_sequences_to_be_masked_hold_no_mask_token(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no mask token 2 where masking is given, got one in sequence 1"):
         write_labels(model, tokens, tmp_path, masking=UniformShare())
     assert not list(tmp_path.iterdir())
+    write_labels(model, tokens[:1], tmp_path, masking=UniformShare())
+    with pytest.raises(ValueError, match="made with another masking;"):
+        write_labels(model, tokens[:1], tmp_path, masking=FixedShare(0.5))
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def decode(
             together.
         revisions: how often a position may be masked again, by `verify` and `remask_below` together.
         trace: keep a record of every pass. The policy is then asked for all mutual information.
-        progress: called with the number of sequences that a pass finished.
+        progress: called with the number of sequences that a pass finished, where it finished some.
 
     Returns:
         DecodeResult. A sequence without a masked position comes back as it is, after 0 passes.
@@ -137,6 +137,7 @@ def decode(
         place=places(tokens, attention_mask).expand_as(tokens),
         seeds=seeds,
         visible=attention_mask,
+        passes=torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device),
         confidence=torch.zeros(tokens.shape, device=tokens.device),
         revised=torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device),
     )
@@ -146,7 +147,8 @@ def decode(
     draw = _Draw(temperature, top_k, top_p, gumbel)
     stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=tokens.device)
 
-    done, passes = tokens.clone(), torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
+    done, passes = tokens.clone(), torch.zeros_like(rows.passes)
+    revises = verify or remask_below > 0
     records: list[PassRecord] | None = [] if trace else None
     memory = Memory()
     rows = rows.of(rows.masked.any(dim=-1))
@@ -174,27 +176,27 @@ def decode(
         selected = _checked_selection(policy, selected, mask, rows, index)
         written = draw(eyes.vocabulary, logits, stats, selected, rows, index)
         left = rows.masked & ~selected
-        confidence = torch.where(selected, stats.confidence, rows.confidence)
-        passes[rows.sequence] += 1
+        rows = replace(rows, passes=rows.passes + 1)
 
-        remasked = torch.zeros_like(mask)
+        remasked = final = ended = torch.zeros_like(mask)
         if verify:
             tested = selected & (rows.revised < revisions)
             doubted = take_lowest(stats.confidence, tested, tested.sum(dim=-1) // 2)
-            passes[rows.sequence] += doubted.any(dim=-1)
+            rows = replace(rows, passes=rows.passes + doubted.any(dim=-1))
             remasked = _lost_their_place(eyes, draw, rows, written, doubted, logits, index)
-        final, ended = torch.zeros_like(mask), torch.zeros_like(mask)
         if len(stops):
             decoded = rows.asked & ~left & ~remasked
             final, filled = _up_to_the_stop(written, decoded, rows, stops, eyes.vocabulary)
             ended = (left | (filled != written)) & final
             written, left, remasked = filled, left & ~final, remasked & ~final
-        left = left | remasked
-        if remask_below > 0:
+        if revises:
+            left = left | remasked
+            confidence = torch.where(selected, stats.confidence, rows.confidence)
             unsure = rows.asked & ~final & (confidence < remask_below) & (rows.revised < revisions)
             unsure &= ~left.any(dim=-1, keepdim=True)
             remasked, left = remasked | unsure, left | unsure
-        written = written.masked_fill(remasked, model.mask_token_id)
+            written = written.masked_fill(remasked, model.mask_token_id)
+            rows = replace(rows, confidence=confidence, revised=rows.revised + remasked)
 
         if records is not None:
             entropy = stats.entropy.masked_fill(~mask, 0.0)
@@ -202,12 +204,13 @@ def decode(
             records.append(
                 PassRecord(index, rows.sequence, selected, written, entropy, spent, blocker, remasked, ended)
             )
+        rows = replace(rows, tokens=written, masked=left)
         remaining = left.any(dim=-1)
-        if progress is not None:
-            progress(int((~remaining).sum()))
-        done[rows.sequence] = written
-        rows = replace(rows, tokens=written, masked=left, confidence=confidence, revised=rows.revised + remasked)
         if not bool(remaining.all()):
+            finished = rows.of(~remaining)
+            done[finished.sequence], passes[finished.sequence] = finished.tokens, finished.passes
+            if progress is not None:
+                progress(len(finished.sequence))
             rows = rows.of(remaining)
             memory.keep(remaining)
         index += 1
@@ -226,6 +229,7 @@ class _Rows:
         place: [R, N] int64, the number of a position in its own sequence.
         seeds: [R] int64.
         visible: [R, N] bool, False at padding; None: no padding.
+        passes: [R] int64, so far.
         confidence: [R, N] float32, of what was written, when it was written.
         revised: [R, N] int32, how often a position was masked again.
     """
@@ -237,6 +241,7 @@ class _Rows:
     place: Tensor
     seeds: Tensor
     visible: Tensor | None
+    passes: Tensor
     confidence: Tensor
     revised: Tensor
 

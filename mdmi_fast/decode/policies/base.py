@@ -87,6 +87,8 @@ class Step(int):
     @classmethod
     def with_stats(cls, step: int, stats: TokenStats) -> Step:
         """The same step, which may be a bare number, with the statistics of its pass."""
+        if isinstance(step, Step) and step.stats is stats:
+            return step
         known = vars(step) if isinstance(step, Step) else {}
         return cls(int(step), **{**known, "stats": stats})
 
@@ -267,18 +269,7 @@ def take_lowest(key: Tensor, mask: Tensor, count: Tensor | int) -> Tensor:
     Raises:
         ValueError: if a key is NaN at a masked position; the first is named.
     """
-    undefined = key.isnan() & mask
-    if bool(undefined.any()):
-        batch, position = undefined.nonzero()[0].tolist()
-        raise ValueError(
-            f"policy: stats must not be NaN at masked positions, got NaN at batch {batch}, position {position}"
-        )
-    # An infinite key still comes before every unmasked position.
-    order = key.clamp(max=torch.finfo(key.dtype).max).masked_fill(~mask, torch.inf).argsort(dim=-1, stable=True)
-    ranks = torch.arange(mask.shape[1], device=mask.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(-1, order, ranks)
-    limit = count.unsqueeze(-1) if isinstance(count, Tensor) else count
-    return (rank < limit) & mask
+    return _first_of(_ascending(key, mask), count) & mask
 
 
 def longest_prefix(
@@ -296,15 +287,37 @@ def longest_prefix(
 
     Returns:
         (selected [B, N] bool, spent [B] float64).
+
+    Raises:
+        ValueError: as `take_lowest`.
     """
-    ordered = cost.double().masked_fill(~mask, torch.inf).sort(dim=-1, stable=True).values
-    total = ordered.cumsum(dim=-1)
+    order = _ascending(cost, mask)
+    total = cost.double().masked_fill(~mask, torch.inf).gather(-1, order).cumsum(dim=-1)
     if free_last:
         total = F.pad(total[:, :-1], (1, 0))
     within = total <= (budget.unsqueeze(-1) if isinstance(budget, Tensor) else budget)
     count = within.sum(dim=-1).clamp(min=1).minimum(mask.sum(dim=-1))
     spent = total.gather(-1, (count - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return take_lowest(cost, mask, count), spent.masked_fill(count == 0, 0.0)
+    return _first_of(order, count) & mask, spent.masked_fill(count == 0, 0.0)
+
+
+def _ascending(key: Tensor, mask: Tensor) -> Tensor:
+    """[B, N] int64: masked positions by key, ties by index; then the others."""
+    undefined = key.isnan() & mask
+    if bool(undefined.any()):
+        batch, position = undefined.nonzero()[0].tolist()
+        raise ValueError(
+            f"policy: stats must not be NaN at masked positions, got NaN at batch {batch}, position {position}"
+        )
+    # An infinite key still comes before every unmasked position.
+    return key.clamp(max=torch.finfo(key.dtype).max).masked_fill(~mask, torch.inf).argsort(dim=-1, stable=True)
+
+
+def _first_of(order: Tensor, count: Tensor | int) -> Tensor:
+    """[B, N] bool: the first `count` positions of an order."""
+    limit = count.unsqueeze(-1) if isinstance(count, Tensor) else count
+    taken = torch.arange(order.shape[1], device=order.device) < limit
+    return torch.zeros(order.shape, dtype=torch.bool, device=order.device).scatter_(-1, order, taken.expand_as(order))
 
 
 def at_least(owner: str, name: str, value: float, low: float) -> float:

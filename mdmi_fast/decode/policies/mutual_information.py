@@ -169,7 +169,7 @@ class Within:
         def select(entropy: Tensor, hidden: Tensor, mask: Tensor, *, stats: TokenStats, **rule: Any) -> Selection:
             return self._in_time(
                 mask,
-                lambda: scorer(entropy, hidden, mask, **rule, **_extra(self.source, stats)),
+                lambda: Selection(*scorer(entropy, hidden, mask, **rule, **_extra(self.source, stats))),
                 lambda: ops.select_budget(entropy, _most_mi(entropy, mask), mask=mask, **rule),
             )
 
