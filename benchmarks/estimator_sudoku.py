@@ -26,7 +26,7 @@ from mdmi_fast.labels import write_labels
 from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import SudokuModel, load_model
 from mdmi_fast.tasks.sudoku.states import decoding_states
-from mdmi_fast.tasks.sudoku.train_estimator import EPOCHS, FEATURES, LAYERS, RATE, STATES, STEM, UNDERESTIMATION
+from mdmi_fast.tasks.sudoku.train_estimator import RECIPES
 
 RESULTS = Path(__file__).parent / "results"
 EPSILON = {"joint": 0.002, "entropy": 0.0}
@@ -94,7 +94,7 @@ def refinement(folder: Path) -> dict[str, Any]:
     old = labels_of(original, decoding_states(original, OLD, seed=1), folder / "old", hidden=True)
     tokens = decoding_states(original, HELD_OUT, seed=SEED)
     before = labels_of(original, tokens, folder / "held_out_strong_joint")
-    recipe: dict[str, Any] = {"learning_rate": RATE, "underestimation": UNDERESTIMATION, "patience": REFINEMENT_EPOCHS}
+    training = {**RECIPES["strong"].training, "patience": REFINEMENT_EPOCHS}
     found: dict[str, Any] = {}
 
     def judge(name: str, estimator: PairScorer) -> None:
@@ -103,14 +103,14 @@ def refinement(folder: Path) -> dict[str, Any]:
 
     def refine(name: str, estimator: PairScorer, mixed: list[Example] | None) -> float:
         start = time.process_time()
-        train_estimator(estimator, moved, new, old=mixed, epochs=REFINEMENT_EPOCHS, **recipe)
+        train_estimator(estimator, moved, new, old=mixed, epochs=REFINEMENT_EPOCHS, **training)
         spent = time.process_time() - start
         judge(name, estimator)
         return spent
 
     def fresh() -> SudokuMIEstimator:
         torch.manual_seed(0)
-        return SudokuMIEstimator(features=FEATURES, stem=STEM, layers=LAYERS)
+        return SudokuMIEstimator(**RECIPES["strong"].network)
 
     judge("as shipped", load_estimator("sudoku"))
     seconds = refine("refined", load_estimator("sudoku"), old)
@@ -119,15 +119,15 @@ def refinement(folder: Path) -> dict[str, Any]:
     refine("refined without old states", load_estimator("sudoku"), None)
     refine("trained anew on the new states", fresh(), None)
     start = time.process_time()
-    train_estimator(fresh(), original, forgetful, epochs=1, **recipe)
-    # The recipe trains on STATES and then on twice as many, EPOCHS each.
-    training = EPOCHS * 3 * STATES / OLD * (time.process_time() - start)
+    train_estimator(fresh(), original, forgetful, epochs=1, **training)
+    # The recipe trains on its states and then on twice as many.
+    whole = RECIPES["strong"].epochs * 3 * RECIPES["strong"].states / OLD * (time.process_time() - start)
     r = {name: report["pearson"] for name, report in found.items()}
     lost = r["as shipped, on the model of before"] - r["as shipped"]
     return found | {
         "share of the lost r recovered": (r["refined"] - r["as shipped"]) / lost,
-        "CPU seconds": {"refinement": seconds, "training": training},
-        "share of the training time": seconds / training,
+        "CPU seconds": {"refinement": seconds, "training": whole},
+        "share of the training time": seconds / whole,
     }
 
 

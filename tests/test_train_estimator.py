@@ -210,11 +210,12 @@ def test_loss_by_hand() -> None:
 
 
 @pytest.mark.parametrize("transform", ["root", "none", "log"])
-def test_the_constant_of_a_loss_is_its_least(transform: Transform) -> None:
+@pytest.mark.parametrize("weights", [{}, {"underestimation": 4.0, "emphasis": 2.0}])
+def test_the_constant_of_a_loss_is_its_least(transform: Transform, weights: dict[str, float]) -> None:
     mi = torch.rand(1, 40, 40, generator=torch.Generator().manual_seed(0)).pow(4)
-    pairs, loss = torch.ones(1, 40, 40, dtype=torch.bool), PairLoss(transform)
+    pairs, loss = torch.ones(1, 40, 40, dtype=torch.bool), PairLoss(transform, **weights)
     least = loss.constant(mi[pairs])
-    losses = [float(loss.total(torch.full_like(mi, least * factor), mi, pairs)) for factor in (0.9, 1.0, 1.1)]
+    losses = [float(loss.total(torch.full_like(mi, least * factor), mi, pairs)) for factor in (0.99, 1.0, 1.01)]
     assert losses[1] < min(losses[0], losses[2])
 
 

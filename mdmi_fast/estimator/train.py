@@ -66,15 +66,22 @@ class PairLoss:
     def total(self, predicted: Tensor, mi: Tensor, pairs: Tensor) -> Tensor:
         """The sum over pairs [B, N, N]; divided by their number it is the loss."""
         gap = self._transformed(predicted) - self._transformed(mi)
-        weight = torch.where(gap < 0, self.underestimation, 1.0) * (1.0 + self.emphasis * mi.clamp(min=0))
-        return (weight * gap.square()).masked_fill(~pairs, 0.0).sum()
+        return (self._weight(gap, mi) * gap.square()).masked_fill(~pairs, 0.0).sum()
 
     def constant(self, mi: Tensor) -> float:
-        """The one number that is nearest to the labels [Q], where all pairs weigh the same: nats."""
-        mean = float(self._transformed(mi.double()).mean())
+        """The one prediction of least loss for labels [Q], nats."""
+        mi = mi.double()
+        wanted = self._transformed(mi)
+        mean = float(wanted.mean())
+        for _ in range(20):  # a weight depends on the side of the mean that its label lies on
+            weight = self._weight(mean - wanted, mi)
+            mean = float((weight * wanted).sum() / weight.sum())
         if self.transform == "root":
             return math.copysign(mean * mean, mean)
         return math.exp(mean) - 0.01 if self.transform == "log" else mean
+
+    def _weight(self, gap: Tensor, mi: Tensor) -> Tensor:
+        return torch.where(gap < 0, self.underestimation, 1.0) * (1.0 + self.emphasis * mi.clamp(min=0))
 
     def _transformed(self, x: Tensor) -> Tensor:
         if self.transform == "root":

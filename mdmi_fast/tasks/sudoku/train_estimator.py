@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -27,9 +28,27 @@ from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import ITERATIONS, SudokuModel, load_model
 from mdmi_fast.tasks.sudoku.states import decoding_states
 
-ROUNDS, STATES, EPSILON = 2, 4000, 0.002
-FEATURES, STEM, LAYERS = 12, 48, (48, 16)
-EPOCHS, RATE, UNDERESTIMATION = 20, 5e-3, 4.0
+ROUNDS, EPSILON = 2, 0.002
+
+
+class Recipe(NamedTuple):
+    """States to label in each round, and how a network of these sizes is trained on all of them."""
+
+    states: int
+    epochs: int
+    network: dict[str, Any]
+    training: dict[str, Any]
+
+
+RECIPES = {
+    "strong": Recipe(
+        4000,
+        20,
+        {"features": 12, "stem": 48, "layers": (48, 16)},
+        {"learning_rate": 5e-3, "underestimation": 4.0},
+    ),
+    "weak": Recipe(3000, 12, {"features": 10, "stem": 32, "layers": (32, 16)}, {"learning_rate": 5e-3}),
+}
 
 
 def label(model: SudokuModel, folder: Path, *, states: int, seed: int, mi: SudokuMIEstimator | None) -> list[Example]:
@@ -50,24 +69,24 @@ def train(
         held = progress.held_out
         print(f"epoch {progress.epoch}: loss {progress.loss:.5f}, held-out r {held.pearson:.4f}", file=sys.stderr)
 
-    estimator = SudokuMIEstimator(features=FEATURES, stem=STEM, layers=LAYERS)
+    recipe = RECIPES[strength]
+    estimator = SudokuMIEstimator(**recipe.network)
     estimator, report = train_estimator(
         estimator,
         load_model(strength),
         labels,
         epochs=epochs,
-        learning_rate=RATE,
-        underestimation=UNDERESTIMATION,
         seed=seed,
         checkpoint=checkpoint,
         on_epoch=show,
+        **recipe.training,
     )
     estimator.provenance = {
         "model": f"sudoku:{strength}",
         "form": "joint",
         "epsilon": EPSILON,
         "states": len(labels),
-        "underestimation": UNDERESTIMATION,
+        **recipe.training,
         "held_out_pearson": round(report.pearson, 4),
     }
     return estimator, report
@@ -78,21 +97,22 @@ def main() -> None:
     parser.add_argument("strength", choices=sorted(ITERATIONS), help="which network it is for")
     parser.add_argument("folder", type=Path, help="where the labels and the rounds' estimators are kept")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--states", type=int, default=STATES, help="to label in each round")
-    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--states", type=int, help="to label in each round (default: as shipped)")
+    parser.add_argument("--epochs", type=int, help="of each round (default: as shipped)")
     parser.add_argument("--out", type=Path, help="folder of the estimator (default: as shipped)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model = load_model(options.strength)
+    model, recipe = load_model(options.strength), RECIPES[options.strength]
+    states, epochs = options.states or recipe.states, options.epochs or recipe.epochs
     labels: list[Example] = []
     estimator = None
     for number in range(1, options.rounds + 1):
-        labels += label(model, options.folder / f"round-{number}", states=options.states, seed=number, mi=estimator)
+        labels += label(model, options.folder / f"round-{number}", states=states, seed=number, mi=estimator)
         kept = options.folder / f"estimator-{number}"
         if not kept.exists():
             checkpoint = options.folder / f"checkpoint-{number}.pt"
-            estimator, report = train(options.strength, labels, checkpoint, epochs=options.epochs)
+            estimator, report = train(options.strength, labels, checkpoint, epochs=epochs)
             estimator.save_pretrained(kept)
             checkpoint.unlink()
             print(f"round {number}: {verdict(report)}")
