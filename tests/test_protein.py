@@ -161,16 +161,33 @@ def test_surprise_of_a_model_that_knows_nothing_is_ln_20() -> None:
     assert values == pytest.approx([math.log(20)] * 5)
 
 
-def test_every_place_is_judged_by_four_chains_in_a_row() -> None:
-    seen: list[list[int]] = []
+class Watching(Uniform):
+    """Remembers which places were masked; thinks less of a residue the further back it stands."""
 
-    class Watching(Uniform):
-        def __call__(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> MaskedOutput:
-            seen.append((tokens[0] == 24).nonzero().squeeze(-1).tolist())
-            return super().__call__(tokens)
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
 
-    surprise(Watching(), random_chains(4), [range(20, 30)] * 4)
-    assert sorted(place for places in seen for place in places) == list(range(21, 31))  # behind the start token
+    def __call__(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> MaskedOutput:
+        self.seen.append((tokens[0] == 24).nonzero().squeeze(-1).tolist())
+        output = super().__call__(tokens)
+        output.logits[..., 4] = -torch.arange(tokens.shape[1]).float()  # of A; of the others 0
+        return output
+
+
+def test_every_place_is_judged_once_a_quarter_of_them_at_a_time() -> None:
+    judge = Watching()
+    (value,) = surprise(judge, ["A" * 112], [range(20, 30)])
+    assert sorted(place for places in judge.seen for place in places) == list(range(21, 31))  # behind the start token
+    assert sorted(map(len, judge.seen)) == [2, 2, 3, 3]
+    places = np.arange(21, 31)
+    assert value == pytest.approx(float((places + np.log(19 + np.exp(-places))).mean()))
+
+
+def test_texts_judged_in_one_pass_take_turns_with_their_places() -> None:
+    judge = Watching()
+    surprise(judge, random_chains(4), [range(20, 30)] * 4, passes=1)
+    assert len(judge.seen) == 4
+    assert sorted(place for places in judge.seen for place in places) == list(range(21, 31))
 
 
 def test_divergences_have_their_closed_forms() -> None:

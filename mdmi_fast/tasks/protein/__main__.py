@@ -26,7 +26,9 @@ def main() -> None:
     asked = commands.add_parser("prompts", help="chains to fill, for `mdmi-fast decode`")
     for command in (states, asked):
         command.add_argument("--model", default="sapiens:heavy")
-        command.add_argument("--chains", type=Path, help="written by the command chains (default: fetched once, and kept)")
+        command.add_argument(
+            "--chains", type=Path, help="written by the command chains (default: fetched once, and kept)"
+        )
         command.add_argument("--count", type=int, required=True)
         command.add_argument("--seed", type=int, default=0)
         command.add_argument("--out", type=Path, required=True, help="JSON lines to write")
