@@ -13,10 +13,11 @@ import torch
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.antibody import RESIDUES
 from mdmi_fast.models.letters import LetterTokenizer
+from mdmi_fast.models.loading import find_for_model
 from mdmi_fast.tasks.likelihood import mean_estimate, surprise
 from mdmi_fast.tasks.protein.chains import Chain, fetch_chains, read_fasta, translate, write_fasta
 from mdmi_fast.tasks.protein.scores import Reference, diversity, jensen_shannon
-from mdmi_fast.tasks.protein.states import TASKS, decoding_states, prompts, split
+from mdmi_fast.tasks.protein.states import TASKS, decoding_states, heavy_states, prompts, split
 from mdmi_fast.tasks.protein.structure import enrichment, known_pairs, rank_share
 
 CODON = {"A": "GCT", "C": "TGT", "W": "TGG", "G": "GGT", "S": "AGT", "D": "GAT", "Y": "TAT"}
@@ -153,6 +154,29 @@ def test_states_are_between_the_prompt_and_the_answer() -> None:
     texts = TOKENIZER.decode(states)
     assert {len(text) for text in texts} <= {len(chain.residues) for chain in chains}
     assert all(state[0] == 0 and (state == 2).sum() == 1 for state in states)
+
+
+def test_states_to_label_come_from_chains_that_are_fetched_once_and_judge_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains = [chain_of(residues) for residues in random_chains(8)]
+    fetched: list[int] = []
+
+    def fetch() -> list[Chain]:
+        fetched.append(1)
+        return chains
+
+    monkeypatch.setenv("MDMI_CACHE", str(tmp_path))
+    monkeypatch.setattr("mdmi_fast.tasks.protein.chains.fetch_chains", fetch)
+    model = Uniform()
+    model.max_length, model.pad_token_id = 144, 1  # type: ignore[attr-defined]
+    states = heavy_states(model, 6, seed=2)
+    assert [state.tolist() for state in heavy_states(model, 6, seed=2)] == [state.tolist() for state in states]
+    assert fetched == [1]
+    assert all(state[0] == 0 and state[-1] == 2 and (state == 24).any() for state in states)
+    train, _ = split(chains, longest=142)
+    assert {len(state) - 2 for state in states} <= {len(chain.residues) for chain in train}
+    assert find_for_model("mdmi_fast.states", "sapiens:heavy") is heavy_states
 
 
 def test_surprise_of_a_model_that_knows_nothing_is_ln_20() -> None:
