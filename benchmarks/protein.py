@@ -95,12 +95,11 @@ def judge(options: argparse.Namespace) -> None:
                 path = _judged_path(options.work, task, name)
                 known = json.loads(path.read_text()) if path.exists() else []
                 chains = sampled["chains"][:stop]
-                if options.only not in name or len(known) >= len(chains):
+                if (options.rows and name not in options.rows) or len(known) >= len(chains):
                     continue
-                # Whole blocks: `surprise` alternates the places it judges with the number of the chain.
                 places = [[i for i, r in enumerate(prompt) if r == "_"] for prompt in sampled["prompts"]]
                 rest = slice(len(known), len(chains))
-                known += surprise(second, chains[rest], places[rest]).tolist()
+                known += surprise(second, chains[rest], places[rest], passes=options.passes).tolist()
                 with replace_file(path) as temporary:
                     temporary.write_text(json.dumps(known))
                 print(path.name, len(known), flush=True)
@@ -221,12 +220,13 @@ def main() -> None:
     sampling.add_argument("--slow", action="store_true", help="the rows of a subset instead, see `slow_rows`")
     judging = commands.add_parser("judge")
     judging.set_defaults(run=judge)
-    judging.add_argument("--most", type=int, default=500, help="chains a row, a tenth of a second each")
+    judging.add_argument("--most", type=int, default=500, help="chains a row")
+    judging.add_argument("--passes", type=int, default=4, choices=range(1, 5), help="a chain, 4 to judge every residue")
+    judging.add_argument("--rows", nargs="+", help="names of rows (default: all)")
     scoring = commands.add_parser("score")
     scoring.set_defaults(run=score)
     scoring.add_argument("--out", type=Path, required=True, help="CSV to write; differences go to one beside it")
-    for command in (sampling, judging):
-        command.add_argument("--only", default="", help="rows whose name contains this")
+    sampling.add_argument("--only", default="", help="rows whose name contains this")
     for command in (sampling, judging, scoring):
         command.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
         command.add_argument("--chains", type=Path, required=True)

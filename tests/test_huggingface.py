@@ -27,6 +27,7 @@ from mdmi_fast import (
 )
 from mdmi_fast.decode import AttentionGraph, Policy, Stability
 from mdmi_fast.models.huggingface import HuggingFaceModel
+from mdmi_fast.models.identity import identity
 
 V, MASK, PAD, START, END = 30, 4, 0, 2, 3
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": V}
@@ -424,6 +425,8 @@ def test_no_mask_token_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="the tokenizer knows no mask token"):
         HuggingFaceModel(network, tokenizer)
     assert HuggingFaceModel(network, mask_token_id=7).mask_token_id == 7
+    with pytest.raises(ValueError, match=rf"mask_token_id must lie in 0\.\.{V - 1}, got {V}"):
+        HuggingFaceModel(network, mask_token_id=V)
 
 
 @pytest.mark.parametrize("layers", [4, -5, (), (0, 9)])
@@ -474,6 +477,40 @@ def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
         load_model("hf:anything")
 
 
-def test_a_folder_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(OSError, match="no/such/folder"):
-        load_model("hf:./no/such/folder")
+@pytest.mark.parametrize("name", ["./no/such/folder", "/no/such", "no/such/folder", "~/no/such"])
+def test_a_folder_that_is_not_there_is_an_error(name: str) -> None:
+    with pytest.raises(FileNotFoundError, match=f"hf: there is no folder {name}"):
+        load_model(f"hf:{name}")
+
+
+def test_a_name_that_cannot_be_fetched_says_what_works_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(name: str, **options: Any) -> None:
+        raise OSError("We couldn't connect.\nMore of it.")
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", offline)
+    with pytest.raises(
+        OSError, match=r"hf: some/name cannot be loaded: We couldn't connect\. Without .* say hf:FOLDER$"
+    ):
+        load_model("hf:some/name")
+
+
+def test_a_model_that_is_no_masked_lm_is_refused(tmp_path: Path) -> None:
+    transformers.GPT2Config(vocab_size=V, bos_token_id=1, eos_token_id=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a model of type 'gpt2', of which no masked LM is known"):
+        load_model(f"hf:{tmp_path}")
+
+
+def test_weights_that_a_folder_lacks_are_named(tmp_path: Path) -> None:
+    network: Any = tiny("bert")
+    network.bert.save_pretrained(tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"holds no weights for cls\.predictions\.bias, .* this is no trained masked LM"
+    ):
+        load_model(f"hf:{tmp_path}")
+
+
+def test_running_a_batch_at_once_makes_no_other_model() -> None:
+    network = tiny("bert")
+    exact, fast = (HuggingFaceModel(network, batch_invariant=value) for value in (True, False))
+    assert identity(exact) == identity(fast)
+    assert (exact.batch_invariant, fast.batch_invariant) == (True, False)

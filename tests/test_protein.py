@@ -13,10 +13,11 @@ import torch
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.antibody import RESIDUES
 from mdmi_fast.models.letters import LetterTokenizer
+from mdmi_fast.models.loading import find_for_model
 from mdmi_fast.tasks.likelihood import mean_estimate, surprise
 from mdmi_fast.tasks.protein.chains import Chain, fetch_chains, read_fasta, translate, write_fasta
 from mdmi_fast.tasks.protein.scores import Reference, diversity, jensen_shannon
-from mdmi_fast.tasks.protein.states import TASKS, decoding_states, prompts, split
+from mdmi_fast.tasks.protein.states import TASKS, decoding_states, heavy_states, prompts, split
 from mdmi_fast.tasks.protein.structure import enrichment, known_pairs, rank_share
 
 CODON = {"A": "GCT", "C": "TGT", "W": "TGG", "G": "GGT", "S": "AGT", "D": "GAT", "Y": "TAT"}
@@ -155,22 +156,62 @@ def test_states_are_between_the_prompt_and_the_answer() -> None:
     assert all(state[0] == 0 and (state == 2).sum() == 1 for state in states)
 
 
+def test_states_to_label_come_from_chains_that_are_fetched_once_and_judge_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains = [chain_of(residues) for residues in random_chains(8)]
+    fetched: list[int] = []
+
+    def fetch() -> list[Chain]:
+        fetched.append(1)
+        return chains
+
+    monkeypatch.setenv("MDMI_CACHE", str(tmp_path))
+    monkeypatch.setattr("mdmi_fast.tasks.protein.chains.fetch_chains", fetch)
+    model = Uniform()
+    model.max_length, model.pad_token_id = 144, 1  # type: ignore[attr-defined]
+    states = heavy_states(model, 6, seed=2)
+    assert [state.tolist() for state in heavy_states(model, 6, seed=2)] == [state.tolist() for state in states]
+    assert fetched == [1]
+    assert all(state[0] == 0 and state[-1] == 2 and (state == 24).any() for state in states)
+    train, _ = split(chains, longest=142)
+    assert {len(state) - 2 for state in states} <= {len(chain.residues) for chain in train}
+    assert find_for_model("mdmi_fast.states", "sapiens:heavy") is heavy_states
+
+
 def test_surprise_of_a_model_that_knows_nothing_is_ln_20() -> None:
     chains = random_chains(5)
     values = surprise(Uniform(), chains, [range(10, 50)] * 5)
     assert values == pytest.approx([math.log(20)] * 5)
 
 
-def test_every_place_is_judged_by_four_chains_in_a_row() -> None:
-    seen: list[list[int]] = []
+class Watching(Uniform):
+    """Remembers which places were masked; thinks less of a residue the further back it stands."""
 
-    class Watching(Uniform):
-        def __call__(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> MaskedOutput:
-            seen.append((tokens[0] == 24).nonzero().squeeze(-1).tolist())
-            return super().__call__(tokens)
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
 
-    surprise(Watching(), random_chains(4), [range(20, 30)] * 4)
-    assert sorted(place for places in seen for place in places) == list(range(21, 31))  # behind the start token
+    def __call__(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> MaskedOutput:
+        self.seen.append((tokens[0] == 24).nonzero().squeeze(-1).tolist())
+        output = super().__call__(tokens)
+        output.logits[..., 4] = -torch.arange(tokens.shape[1]).float()  # of A; of the others 0
+        return output
+
+
+def test_every_place_is_judged_once_a_quarter_of_them_at_a_time() -> None:
+    judge = Watching()
+    (value,) = surprise(judge, ["A" * 112], [range(20, 30)])
+    assert sorted(place for places in judge.seen for place in places) == list(range(21, 31))  # behind the start token
+    assert sorted(map(len, judge.seen)) == [2, 2, 3, 3]
+    places = np.arange(21, 31)
+    assert value == pytest.approx(float((places + np.log(19 + np.exp(-places))).mean()))
+
+
+def test_texts_judged_in_one_pass_take_turns_with_their_places() -> None:
+    judge = Watching()
+    surprise(judge, random_chains(4), [range(20, 30)] * 4, passes=1)
+    assert len(judge.seen) == 4
+    assert sorted(place for places in judge.seen for place in places) == list(range(21, 31))
 
 
 def test_divergences_have_their_closed_forms() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,16 @@ def add(subparsers: Any) -> None:
 
 
 def run_list(options: argparse.Namespace) -> int:
-    from importlib.metadata import entry_points
-
     from mdmi_fast.models.antibody import PACKAGES
+    from mdmi_fast.models.loading import registered
 
-    for name in sorted(entry.name for entry in entry_points(group="mdmi_fast.models")):
-        if name not in PACKAGES:
-            print(name)
-            continue
-        variants = [name] if len(PACKAGES[name].members) == 1 else [f"{name}:{part}" for part in PACKAGES[name].members]
-        print(f"{', '.join(variants):<32}{_state(name)}")
+    for name, entry in registered("mdmi_fast.models").items():
+        if name in PACKAGES:
+            parts = PACKAGES[name].members
+            variants = [name] if len(parts) == 1 else [f"{name}:{part}" for part in parts]
+            print(f"{', '.join(variants):<32}{_state(name)}")
+        else:
+            print(f"{name:<32}{(inspect.getdoc(entry.load()) or '').partition(chr(10))[0]}".rstrip())
     return 0
 
 

@@ -24,25 +24,33 @@ class Estimate(NamedTuple):
         return cls(value, value - 1.96 * deviation, value + 1.96 * deviation)
 
 
-def surprise(judge: Any, texts: Sequence[str], places: Sequence[Sequence[int]], *, every: int = 4) -> Floats:
-    """Mean -log p (nats) of letters of each text under a masked model: [n], one pass a text.
+def surprise(
+    judge: Any, texts: Sequence[str], places: Sequence[Sequence[int]], *, every: int = 4, passes: int | None = None
+) -> Floats:
+    """Mean -log p (nats) of letters of each text under a masked model: [n].
 
-    Of a text's places every `every`-th is masked and judged, beginning with another one from text to text, so that a
-    set of texts is judged on all of its places.
+    In a pass every `every`-th of a text's places is masked and judged, in the next pass those beside them, so that
+    `every` passes judge each place once. Where there are fewer, texts begin with different ones in turn, so that a set
+    of texts is judged on all of its places.
 
     Args:
         judge: a model with a `LetterTokenizer` as tokenizer.
         texts: complete ones.
-        places: per text, from 0, the letters that count.
+        places: per text, from 0, the letters that count; `every` at least.
         every: how few are masked at a time.
+        passes: of each text, None for all `every`.
     """
     found = np.zeros(len(texts))
     for number, (text, counted) in enumerate(zip(texts, places, strict=True)):
         tokens = judge.tokenizer.encode([text])
-        judged = torch.tensor(counted[number % every :: every]) + len(judge.tokenizer.before)
-        masked = tokens.index_fill(1, judged, judge.mask_token_id)
-        logp = judge(masked).logits[0].double().log_softmax(dim=-1)
-        found[number] = -float(logp[judged, tokens[0, judged]].mean())
+        parts = [counted[(number + turn) % every :: every] for turn in range(every if passes is None else passes)]
+        total = 0.0
+        for part in parts:
+            judged = torch.tensor(part) + len(judge.tokenizer.before)
+            masked = tokens.index_fill(1, judged, judge.mask_token_id)
+            logp = judge(masked).logits[0].double().log_softmax(dim=-1)
+            total -= float(logp[judged, tokens[0, judged]].sum())
+        found[number] = total / sum(map(len, parts))
     return found
 
 
