@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -95,8 +96,9 @@ def test_a_state_of_an_older_version_is_read(tmp_path: Path) -> None:
 
 def test_the_command_serves_what_guards_wrote_until_it_is_told_to_end(tmp_path: Path) -> None:
     guard, _ = used(tmp_path)
-    command = [sys.executable, "-m", "mdmi_fast", "serve-metrics", str(tmp_path / "main.json"), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    states = [str(tmp_path / "main.json"), str(tmp_path / "later.json")]
+    command = [sys.executable, "-m", "mdmi_fast", "serve-metrics", *states, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().strip()
@@ -105,8 +107,34 @@ def test_the_command_serves_what_guards_wrote_until_it_is_told_to_end(tmp_path: 
         finally:
             process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) == 0
+        assert process.stderr is not None
+        assert "later.json: there is no such file yet; mdmi_guard_up of later is 0" in process.stderr.read()
+    assert (seen["mdmi_guard_up", "main"], seen["mdmi_guard_up", "later"]) == (1.0, 0.0)
     assert seen["mdmi_guard_quality_ratio_count", "main", "policy"] == guard.state.policy.sequences
     assert any(name == "process_resident_memory_bytes" for name, *_ in seen)
+
+
+def said_by(*arguments: str | Path) -> tuple[int, str]:
+    """Exit code and standard error of `serve-metrics`, which must not start."""
+    command = [sys.executable, "-m", "mdmi_fast", "serve-metrics", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stderr
+
+
+def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
+    used(tmp_path)
+    good, bad = tmp_path / "main.json", tmp_path / "bad.json"
+    bad.write_text("{")
+    code, text = said_by(bad)
+    assert (code, text.count("\n")) == (1, 1)
+    assert f"{bad}: not the state of a guard" in text
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text = said_by(good, "--port", str(port))
+    assert (code, text) == (1, f"127.0.0.1:{port}: cannot listen there: Address already in use\n")
+    code, text = said_by(good, "--port", "65536")
+    assert code == 2
+    assert "--port: must be at most 65535, got 65536" in text
 
 
 def promtool(*arguments: str | Path) -> None:

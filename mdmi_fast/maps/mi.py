@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,11 @@ class MIMap:
             ValueError: it is no map.
         """
         try:
-            with Path(path).open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            with Path(path).open("rb") as file:
+                if not zipfile.is_zipfile(file):  # numpy would speak of pickles
+                    raise ValueError("it is no .npz file")
+                file.seek(0)
+                arrays = np.load(file, allow_pickle=False)
                 mi, entropy, tokens, mask = (torch.from_numpy(arrays[name]) for name in _ARRAYS)
                 return cls(mi, entropy, tokens, mask, tuple(arrays["labels"].tolist()), str(arrays["source"]))
         except FileNotFoundError:
