@@ -42,9 +42,14 @@ RESULTS = Path(__file__).parent / "results" / "decoding_end_to_end.csv"
 EQUAL = Target.of("at most 1% loss")
 BATCH, ROUNDS = 32, 5
 ANTIBODY = (
-    *("topk:4", "topk:8", "confidence:0.6", "confidence-budget:1", "confidence-budget:3", "entropy-bound:4"),
-    *("entropy-bound:8", "mi-budget:8", "mi-budget:0.1,entropy_weight=0", "mi-budget:0.3,entropy_weight=0"),
-    *("attention-graph:0.01", "attention-graph:0.03"),
+    *("topk:4", "topk:8", "confidence:0.6", "confidence-budget:1", "confidence-budget:3", "entropy-bound:1"),
+    *("entropy-bound:4", "entropy-bound:8", "mi-budget:8", "mi-budget:0.01,entropy_weight=0"),
+    *(
+        "mi-budget:0.1,entropy_weight=0",
+        "mi-budget:0.3,entropy_weight=0",
+        "attention-graph:0.01",
+        "attention-graph:0.03",
+    ),
 )
 """Settings for half a chain, whose entropies are larger than those of a puzzle."""
 
