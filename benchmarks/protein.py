@@ -130,14 +130,15 @@ def score(options: argparse.Namespace) -> None:
 
 def rivals(name: str, passes: dict[str, float]) -> list[str]:
     """What a row with mutual information is measured against: one by one, and of each family without it, and of its
-    control, the fastest that takes at least as many passes."""
+    control, the row whose passes are nearest (as a ratio)."""
     if "MI budget" not in name or name.startswith("shuffled"):
         return []
-    found = ["sequential"]
-    for family in ("entropy bound", "top-", "shuffled"):
-        slower = [other for other in passes if other.startswith(family) and passes[other] >= passes[name]]
-        found += [min(slower, key=passes.__getitem__)] if slower else []
-    return found
+
+    def ratio(other: str) -> float:
+        return abs(math.log(passes[other] / passes[name]))
+
+    families = ("entropy bound", "top-", "shuffled")
+    return ["sequential", *(min((o for o in passes if o.startswith(family)), key=ratio) for family in families)]
 
 
 def _row(task: str, name: str, sampled: dict[str, Any], values: Any, real: Reference, own: Reference) -> dict[str, Any]:
