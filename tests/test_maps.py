@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -365,6 +366,28 @@ def test_without_surprises_hardly_any_are_reported() -> None:
     alarmed = sum(bool((report.unexpected | report.missing).any()) for report in reports)
     # 5% of the maps, for each kind; the width is estimated, so leave room.
     assert alarmed <= 10
+
+
+@pytest.mark.parametrize(("freedom", "least", "most"), [(None, 0.0, 0.1), (10, 0.25, 0.5), (5, 0.5, 0.75)])
+def test_the_rate_holds_for_normal_logarithms_and_not_for_heavier_tails(
+    freedom: int | None, least: float, most: float
+) -> None:
+    # What the docstring of find_surprises says of its own limits, with four planted surprises a map.
+    planted = [(0, 1, 2.0), (2, 3, 3.0), (4, 5, 1e-5), (6, 7, 2e-5)]
+    shares = []
+    for seed in range(40):
+        found, expected = simulated(40, planted, seed)
+        if freedom is not None:
+            luck = np.random.default_rng(seed).standard_t(freedom, size=(40, 40))
+            values = (torch.from_numpy(luck) + torch.where(expected, -2.0, -6.0)).exp().triu(1).float()
+            for first, second, value in planted:
+                values[first, second] = value
+            found = dataclasses.replace(found, mi=values + values.T)
+        surprises = find_surprises(found, expected, rate=0.05)
+        total = int((surprises.unexpected | surprises.missing).sum()) // 2
+        hits = sum(bool((surprises.unexpected | surprises.missing)[i, j]) for i, j, _ in planted)
+        shares.append((total - hits) / max(total, 1))
+    assert least <= np.mean(shares) <= most
 
 
 def test_nonsense_rates_are_refused() -> None:

@@ -7,6 +7,9 @@ import functools
 import io
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from aiohttp import ClientSession, web
 
 from examples.service.dispatch import Dispatcher, Refused
 from examples.service.server import Service
-from examples.service.worker import Engine, Job, Settings
+from examples.service.worker import Answer, Engine, Job, Settings
 from mdmi_fast import decode
 from mdmi_fast.decode import parse_policy
 from tests._service_models import SETTINGS, Deadly, Toy, broken_weights, make
@@ -93,6 +96,20 @@ def test_a_guard_and_a_cache_change_no_answer(tmp_path: Path) -> None:
     assert careful.guard is not None
     assert careful.guard.state.finished_since_change == 1
     assert (tmp_path / "worker-0.json").exists()
+    full = [job(1, 2, seed=8)]  # nothing to decode, and no board
+    assert careful.run(full) == plain.run(full) == [Answer([1, 2], 0)]
+    assert careful.guard.state.finished_since_change == 1
+
+
+def test_options_that_cannot_work_are_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for options, wrong in [(["--port", port], "address already in use"), (["--workers", "0"], "at least 1, got 0")]:
+            command = [sys.executable, "-m", "examples.service", *options]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+            assert done.returncode != 0
+            assert wrong in done.stderr.splitlines()[-1]
+            assert "Traceback" not in done.stderr
 
 
 def test_requests_that_come_together_share_a_batch() -> None:

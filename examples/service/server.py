@@ -153,18 +153,29 @@ def _number(body: dict[str, Any], name: str, default: float, *, high: float) -> 
     return float(value)
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.service", description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="sudoku")
     parser.add_argument("--estimator", help="name or folder (default: the model's)")
     parser.add_argument("--policy", default="mi-budget:0.05", help="of requests that name none")
-    parser.add_argument("--cache", help="of selections: memory, disk or the URL of a Redis server (default: none)")
+    parser.add_argument(
+        "--cache",
+        help="of selections: memory, disk or the URL of a Redis server (default: none); a policy that a guard watches is "
+        "not cached",
+    )
     parser.add_argument("--state", type=Path, help="folder for the guards' state (default: no guard)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8080)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--max-batch", type=int, default=64)
-    parser.add_argument("--max-queue", type=int, default=512)
+    parser.add_argument("--workers", type=_positive, default=1)
+    parser.add_argument("--max-batch", type=_positive, default=64)
+    parser.add_argument("--max-queue", type=_positive, default=512)
     options = parser.parse_args()
     settings = Settings(options.model, options.policy, options.estimator, options.cache, options.state)
     dispatcher = Dispatcher(
@@ -175,5 +186,5 @@ def main() -> None:
     )
     try:
         web.run_app(Service(dispatcher, settings).application(), host=options.host, port=options.port, access_log=None)
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:  # a worker's reason, or the port's
         raise SystemExit(f"cannot start: {error}") from None

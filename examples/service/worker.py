@@ -46,8 +46,8 @@ class Settings:
         model: name, as for `load_model`.
         policy: of jobs that name none.
         estimator: name or folder; None: the model's own.
-        cache: "memory", "disk" or the URL of a Redis server, for selections by mutual information; None: no cache,
-            which is faster with a small estimator.
+        cache: "memory", "disk" or the URL of a Redis server, for selections by mutual information, but not by a policy
+            that a guard watches; None: no cache, which is faster with a small estimator.
         state: folder for the state of each worker's guard around `policy`; None: no guard.
     """
 
@@ -138,15 +138,17 @@ class Engine:
         return [Answer(row[:length], passes) for row, length, passes in rows]
 
     def _tell_guard(self, jobs: Sequence[Job], before: Tensor, after: Tensor, passes: Tensor, seeds: Tensor) -> None:
-        ours = torch.tensor([job.policy is None for job in jobs])
+        # A sequence that nothing was decoded of tells of no policy, and may not even be a board.
+        ours = torch.tensor([job.policy is None for job in jobs]) & (passes > 0)
         if not bool(ours.any()):
             return
         assert self.guard is not None
+        before, after = before[ours], after[ours]
         if self._is_sudoku:
             quality = is_valid_board(after).double()
         else:
             quality = pseudo_likelihood(self.model, after, before == self.model.mask_token_id, positions=2)
-        self.guard.finish(seeds[ours], quality=quality[ours], passes=passes[ours])
+        self.guard.finish(seeds[ours], quality=quality, passes=passes[ours])
 
     def _reads_mi(self, settings: Settings) -> bool:
         return settings.estimator is not None or settings.model.startswith("sudoku") or needs_mi(settings.policy)

@@ -75,7 +75,10 @@ def find_surprises(mi: MIMap, expected: Tensor, *, rate: float = 0.05) -> Surpri
     its center and width are the median and 1.4826 times the median absolute deviation, which surprises move little, of
     the pairs above 1e-6 nats: below, rounding decides.
     Of the upper tail of the others, and the lower tail of those in the structure, the Benjamini-Hochberg procedure
-    keeps so many that on average a share of at most `rate` is false.
+    keeps so many that on average a share of at most `rate` is false. That holds as far as log I is normal: a rate of
+    0.05 was 0.06 in simulations of that kind, and 0.37 and 0.62 where log I had the tails of Student's t with 10 and 5
+    degrees of freedom (tests/test_maps.py). Maps of the Sudoku model have such tails: there it is an order of pairs
+    worth a look, not a bound.
 
     Args:
         mi: the map.
