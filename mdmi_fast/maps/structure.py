@@ -51,34 +51,29 @@ def compare_structure(mi: MIMap, expected: Tensor, *, tau: float) -> StructureRe
 
 
 class Surprises(NamedTuple):
-    """Pairs that do not look like the others of their kind, every field [N, N] and symmetric.
+    """Pairs that do not look like the others of their kind, every field [N, N] bool and symmetric.
 
     Attributes:
-        unexpected: bool, not in the structure, and stronger than such pairs are.
-        missing: bool, in the structure, and weaker than such pairs are.
-        p_value: float64, of the test that the pair took part in; 1 elsewhere.
+        unexpected: not in the structure, and stronger than such pairs are.
+        missing: in the structure, and weaker than such pairs are.
     """
 
     unexpected: Tensor
     missing: Tensor
-    p_value: Tensor
 
 
 _FLOOR = 1e-6
-"""Nats below which mutual information is noise of the arithmetic."""
+"""Nats below which mutual information is noise of the arithmetic, and taken for as much."""
 
 
 def find_surprises(mi: MIMap, expected: Tensor, *, rate: float = 0.05) -> Surprises:
     """Unexpected and missing dependencies, with a bound on the share of false ones among them.
 
-    In each kind of pairs, those in the structure and the others, log I is taken to be normal but for the surprises;
-    its center and width are the median and 1.4826 times the median absolute deviation, which surprises move little, of
-    the pairs above 1e-6 nats: below, rounding decides.
-    Of the upper tail of the others, and the lower tail of those in the structure, the Benjamini-Hochberg procedure
-    keeps so many that on average a share of at most `rate` is false. That holds as far as log I is normal: a rate of
-    0.05 was 0.06 in simulations of that kind, and 0.37 and 0.62 where log I had the tails of Student's t with 10 and 5
-    degrees of freedom (tests/test_maps.py). Maps of the Sudoku model have such tails: there it is an order of pairs
-    worth a look, not a bound.
+    In each kind of pairs, those in the structure and the others, log I is taken to be symmetric around its median,
+    whatever its tails, but for the surprises, which are few. So as many pairs lie t beyond the median on the wrong side by chance as on the
+    right one, and the smallest t is taken at which (1 + pairs beyond t on the wrong side) / (pairs beyond t on the right
+    side) is at most `rate`: on average a share of at most `rate` is false (the bound of Barber and Candes, Annals of
+    Statistics 43, 2015). Fewer than 1 / rate pairs that stand out can not be told from chance this way: none is named.
 
     Args:
         mi: the map.
@@ -91,31 +86,29 @@ def find_surprises(mi: MIMap, expected: Tensor, *, rate: float = 0.05) -> Surpri
     _check_expected("find_surprises", mi, expected)
     if not 0 < rate < 1:
         raise ValueError(f"find_surprises: rate must be between 0 and 1, got {rate}")
-    pairs = masked_pairs(mi.mask).triu(1)
+    open_enough = mi.entropy > _FLOOR  # the others have no mutual information to show
+    pairs = masked_pairs(mi.mask & open_enough).triu(1)
     known = (expected | expected.T) & pairs
     logs = strength(mi.mi).double().clamp(min=_FLOOR).log()
-    p_value = torch.ones_like(logs)
 
     def keep(kind: Tensor, sign: float) -> Tensor:
-        values = logs[kind]
-        usual = values[values > math.log(_FLOOR)]
-        if not len(usual):
+        if not bool(kind.any()):
             return torch.zeros_like(kind)
-        center = usual.median()
-        width = (1.4826 * (usual - center).abs().median()).clamp(min=1e-9)
-        p_value[kind] = 0.5 * torch.erfc(sign * (values - center) / width / math.sqrt(2))
-        kept = kind & (p_value <= _benjamini_hochberg(p_value[kind], rate))
+        center = logs[kind].median()
+        distances = sign * (logs[kind] - center)
+        seen = float(center) - math.log(_FLOOR) if sign > 0 else math.inf  # how far the wrong side can be seen
+        kept = kind & (sign * (logs - center) >= _surprising(distances, seen, rate))
         return kept | kept.T
 
-    unexpected, missing = keep(pairs & ~known, 1.0), keep(known, -1.0)
-    return Surprises(unexpected, missing, torch.minimum(p_value, p_value.T))
+    return Surprises(keep(pairs & ~known, 1.0), keep(known, -1.0))
 
 
-def _benjamini_hochberg(p: Tensor, rate: float) -> float:
-    """The largest p-value that is kept; -1 if none is."""
-    ordered = p.sort().values
-    fits = ordered <= rate * torch.arange(1, len(p) + 1, dtype=p.dtype) / len(p)
-    return float(ordered[fits][-1]) if bool(fits.any()) else -1.0
+def _surprising(distances: Tensor, seen: float, rate: float) -> float:
+    """The distance from the median, at most `seen`, from which on values are kept; inf if none is."""
+    right, wrong = distances[distances > 0].sort().values, (-distances).sort().values
+    by_chance = len(wrong) - torch.searchsorted(wrong, right)
+    fits = ((1 + by_chance) <= rate * torch.arange(len(right), 0, -1)) & (right <= seen)
+    return float(right[fits][0]) if bool(fits.any()) else math.inf
 
 
 def roc_area(mi: MIMap, expected: Tensor) -> float:
