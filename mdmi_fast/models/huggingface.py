@@ -80,7 +80,7 @@ class HuggingFaceModel(SequenceModel):
                 f"{type(network).__name__}: {'the tokenizer' if tokenizer is not None else 'the configuration'} knows "
                 'no mask token; say which one it is with mask_token_id=N (in the name of a model: "?mask_token_id=N")'
             )
-        known = getattr(getattr(network, "get_input_embeddings", lambda: None)(), "num_embeddings", mask + 1)
+        known = _n_embedded(network) or mask + 1
         if not 0 <= mask < known:
             raise ValueError(f"{type(network).__name__}: mask_token_id must lie in 0..{known - 1}, got {mask}")
         chosen = (layers,) if isinstance(layers, int) else tuple(layers)
@@ -330,6 +330,14 @@ def load_model(
     if compile:
         model.network.compile(dynamic=True)
     return model
+
+
+def _n_embedded(network: nn.Module) -> int | None:
+    """How many tokens a network has vectors for; None where it does not show them."""
+    try:
+        return int(network.get_input_embeddings().num_embeddings)  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 def _kept(attentions: Sequence[Tensor | None] | None) -> list[Tensor]:

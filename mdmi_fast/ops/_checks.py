@@ -75,9 +75,15 @@ def number(op: str, name: str, value: object) -> float:
     """The value as a float, not NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{op}: {name} must be a number, got {describe(value)}")
-    if math.isnan(value):
+    try:
+        x = float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{op}: {name} must be a number that float64 can hold, got an int of {len(str(value))} digits"
+        ) from None
+    if math.isnan(x):
         raise ValueError(f"{op}: {name} must not be NaN")
-    return float(value)
+    return x
 
 
 def weight(op: str, name: str, value: object) -> float:
