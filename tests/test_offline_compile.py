@@ -31,6 +31,7 @@ OTHERS: list[tuple[str, str, Callable[[], None]]] = [
     ("gfx942", "divergences, typical", lambda: _cases.divergences(33)),
     ("gfx942", "selections, typical", lambda: _cases.selections(1024)),
     ("sm_100", "selections, smallest", lambda: _cases.selections(2)),
+    ("sm_90", "selections without a mask", lambda: _cases.selections(64, masked=False)),
     ("sm_90", "head", lambda: _cases.head_statistics(4096, 1024)),
     ("sm_90", "dense", lambda: _cases.dense_layers(256)),
     ("sm_90", "two layers", lambda: _cases.scores((512, 256, 128))),

@@ -123,6 +123,23 @@ def test_gradients_of_bfloat16_halves(widths: tuple[int, ...]) -> None:
         torch.testing.assert_close(a.grad.float(), b.grad, rtol=3e-2, atol=3e-2)  # 3 bfloat16 roundings of sums of 20
 
 
+@pytest.mark.parametrize("widths", [(8, 16), (8, 16, 8, 4)])
+def test_gradients_through_float16_layers_are_as_exact_at_any_size(widths: tuple[int, ...]) -> None:
+    (start, v), net = torch.randn(2, 1, 5, 8), network(*widths)
+
+    def gradient(size: float) -> Tensor:
+        u = start.clone().requires_grad_()
+        (ops.pairwise_mlp(u, v, *net, precision="fp16", backend="triton").sum() * size).backward()
+        assert u.grad is not None
+        return u.grad
+
+    expected = gradient(1.0)
+    assert expected.any()
+    for size in (1e-9, 1e9):  # outside of float16
+        torch.testing.assert_close(gradient(size) / size, expected, rtol=1e-3, atol=1e-3)
+    assert not gradient(torch.inf).isfinite().all()  # as who scales a loss must see
+
+
 def test_deep_networks_take_memory_for_some_pairs_at_a_time(
     monkeypatch: pytest.MonkeyPatch, largest_allocation: Callable[..., int]
 ) -> None:

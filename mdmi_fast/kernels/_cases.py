@@ -53,8 +53,9 @@ def divergences(n_v: int, dtype: torch.dtype = torch.float32) -> None:
     kl.mixture_stats(x, w, x[0])
 
 
-def selections(n: int) -> None:
-    h, mi, mask = torch.empty(2, n), torch.empty(2, n, n), torch.ones(2, n, dtype=torch.bool)
+def selections(n: int, masked: bool = True) -> None:
+    h, mi = torch.empty(2, n), torch.empty(2, n, n)
+    mask = torch.ones(2, n, dtype=torch.bool) if masked else None
     for order in ("entropy", "cheapest"):
         select.select_budget(h, mi, torch.ones(2, dtype=torch.float64), 1.0, 1.0, order, mask, None)
     select.select_threshold(h, mi, 0.1, mask, None)

@@ -207,6 +207,13 @@ def _through_activation(
     return e.contiguous()
 
 
+def _in_units(e: Tensor) -> tuple[Tensor, Tensor]:
+    """e in units of its largest, and that. Gradients are linear in e, and those of a mean over pairs vanish in float16."""
+    size = e.abs().amax()
+    size = torch.where((size > 0) & size.isfinite(), size, 1.0)
+    return e / size, size
+
+
 def _directed(
     network: Network,
     u: Tensor,
@@ -222,11 +229,14 @@ def _directed(
     left and right are the lists of the masked positions or None for all.
     """
     halves = halves_of(u, v)
+    unit, size = _in_units(e) if network.operand == torch.float16 else (e, None)
     if len(network.weights) > backward.MOST_LAYERS:
-        du, dv, d_network = deep.gradients(network, halves.u, halves.v, e, window, combine)
+        du, dv, d_network = deep.gradients(network, halves.u, halves.v, unit, window, combine)
     else:
         sides = backward.Side(halves.u, left), backward.Side(halves.v, right)
-        du, dv, d_network = backward.gradients(network, *sides, e, window, combine)
+        du, dv, d_network = backward.gradients(network, *sides, unit, window, combine)
+    if size is not None:
+        du, dv, d_network = du * size, dv * size, [g * size for g in d_network]
     return du, dv, [*d_network, e.sum()]
 
 

@@ -36,11 +36,10 @@ def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]
 @triton.jit
 def _masked(mask_ptr, b, i, n, mask_b, mask_n):
     """Whether positions i of sequence b are masked."""
-    inside = i < n
-    if mask_ptr is None:
-        return inside
-    masked = tl.load(mask_ptr + b * mask_b + i.to(tl.int64) * mask_n, mask=inside, other=0)
-    return inside & (masked.to(tl.int32) != 0)
+    masked = i < n
+    if mask_ptr is not None:  # not a return where it is: Triton compiles what follows one in an `if`
+        masked &= tl.load(mask_ptr + b * mask_b + i.to(tl.int64) * mask_n, mask=masked, other=0).to(tl.int32) != 0
+    return masked
 
 
 @triton.jit
