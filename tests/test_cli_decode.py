@@ -116,6 +116,11 @@ def test_a_chosen_policy_brings_its_options_unless_others_are_given(run: Run, tm
     assert json.loads(run(*decode, "--suppress", 2)[1])["tokens"] == [1]
 
 
+def hear_interruptions() -> None:
+    """For a child whose parents a shell may have started in the background, deaf to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_standard_input_is_decoded_as_it_comes() -> None:
     command = [
         sys.executable,
@@ -131,7 +136,12 @@ def test_standard_input_is_decoded_as_it_comes() -> None:
     ]
     line = json.dumps({"tokens": [0] * 81})
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interruptions,
     ) as decoding:
         assert decoding.stdin is not None
         assert decoding.stdout is not None
@@ -161,7 +171,12 @@ def test_an_interruption_leaves_whole_lines_only() -> None:
     with (
         subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as endless,
         subprocess.Popen(
-            command, stdin=endless.stdout, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdin=endless.stdout,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=hear_interruptions,
         ) as decoding,
     ):
         assert decoding.stdout is not None
