@@ -466,6 +466,8 @@ def test_an_estimator_trained_without_a_folder_is_found_by_the_name_of_its_model
     data.write_text('{"tokens": [3, 0, 3, 3]}\n' * 8)
     labels, model = tmp_path / "labels", ("--model", "hf:some/thing?batch_invariant=false")
     assert run("label", *model, "--data", data, "--out", labels)[0] == 0
+    (tmp_path / "cache" / "estimators" / "hf%3Asome%2Fthing").mkdir(parents=True)  # of a training that has not ended
+    assert "none was trained here" in run("evaluate", *model, "--labels", labels)[2]
     code, out, err = run("train", *model, "--labels", labels, "--epochs", 1, "--held-out", 0.5, "--layers", 4)
     assert code == 0, err
     assert str(tmp_path / "cache" / "estimators" / "hf%3Asome%2Fthing") in out

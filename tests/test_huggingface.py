@@ -191,6 +191,19 @@ def test_a_head_that_cannot_be_found_costs_memory_only() -> None:
     assert torch.equal(model.token_stats(tokens).stats.entropy, expected.entropy)
 
 
+def test_a_network_that_reads_the_weights_of_its_head_itself_is_loaded() -> None:
+    torch.manual_seed(0)
+    config = transformers.MobileBertConfig(
+        **SIZES, **SPECIAL, embedding_size=16, intra_bottleneck_size=16, true_hidden_size=16
+    )
+    model = HuggingFaceModel(transformers.AutoModelForMaskedLM.from_config(config).eval())
+    tokens = sentences(2, 6)
+    logits, hidden = model(tokens)
+    assert model.head is None
+    assert torch.equal(model.token_stats(tokens).stats.entropy, ops.token_stats(logits).entropy)
+    assert torch.equal(model.token_stats(tokens).hidden, hidden)
+
+
 def test_chosen_layers_are_joined(architecture: str) -> None:
     network = tiny(architecture)
     tokens = sentences(2, 7)
@@ -317,6 +330,20 @@ def test_a_folder_without_a_tokenizer_goes_by_its_configuration(architecture: st
     assert model.tokenizer is None
     assert model.mask_token_id == MASK
     assert model.never.tolist() == [PAD, START, END, MASK]
+
+
+def test_special_tokens_of_a_configuration_may_be_several_or_no_token_at_all() -> None:
+    network = tiny("bert")
+    network.config.update({"eos_token_id": [END, 7], "pad_token_id": -1})  # type: ignore[operator, union-attr]
+    model = HuggingFaceModel(network)
+    assert model.never.tolist() == [START, END, MASK, 7]
+    assert (model(sentences(1, 6)).logits[..., -1] > -torch.inf).all()
+
+
+def test_a_folder_named_for_its_tokenizer_must_hold_one(tmp_path: Path) -> None:
+    tiny("bert").save_pretrained(tmp_path)  # type: ignore[operator]
+    with pytest.raises(OSError, match=rf"cannot be loaded: folder {tmp_path} holds no tokenizer"):
+        load_model(f"hf:{tmp_path}?tokenizer={tmp_path}")
 
 
 def test_the_option_compile_reaches_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

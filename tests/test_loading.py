@@ -82,6 +82,7 @@ def test_options_that_a_loader_hands_on_are_known_by_their_types() -> None:
         ("any:x?mask_token_id=1,2", "any: option mask_token_id must be a whole number, got '1,2'"),
         ("any:x?device=gpu", "any: device 'gpu' cannot be used: "),
         ("handing-on?tokenizer=x", "handing-on takes layers, dtype, device, attention, compile, batch_invariant; got"),
+        ("plain:x", "load_model: there is one plain only, without a name behind it, got 'plain:x'"),
         ("plain?a=1", "plain takes none; got 'a=1'"),
         ("any", "any needs to know which, any:NAME, got 'any'"),
         ("any:", "any needs to know which, any:NAME, got 'any:'"),

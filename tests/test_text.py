@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from mdmi_fast import TopK, decode, load_model
+from mdmi_fast.cli._options import load_decoded
+from mdmi_fast.models.base import AttentiveOutput
 from mdmi_fast.tasks.text import __main__ as commands
 from mdmi_fast.tasks.text.corpus import LETTERS, TASKS, WINDOW, fetch_text, prompts, windows
 from mdmi_fast.tasks.text.model import TOKENIZER, train_model
@@ -35,6 +37,7 @@ def test_a_trained_model_is_saved_loaded_and_decoded_with(tmp_path: Path) -> Non
     asked = TOKENIZER.encode(prompts("infill", windows(TEXT, 2, seed=1), seed=0))
     filled = TOKENIZER.decode(decode(model, asked, TopK(8)).tokens)
     assert all(len(text) == WINDOW and "_" not in text for text in filled)
+    assert isinstance(load_decoded(f"text:{tmp_path}", ["attention-graph:0.1"])(asked), AttentiveOutput)
 
 
 @pytest.mark.slow

@@ -49,7 +49,7 @@ MODEL_HELP = (
     "'hf:FOLDER?dtype=bfloat16&layers=-1,-2'"
 )
 DATA_HELP = 'a file, or - for standard input: a JSON object {"tokens": [...]} a line, or puzzles for sudoku models'
-_OF_TRANSFORMERS = ("hf", "sapiens", "antiberty")
+_OF_TRANSFORMERS = ("hf", "sapiens", "antiberty", "text")
 FORM_NAMES = ("joint", "entropy", "kl")
 
 

@@ -597,7 +597,7 @@ def has_estimator(model: str) -> bool:
     if find_for_model("mdmi_fast.estimators", model) is not None:
         return True
     try:
-        return own_folder(model).is_dir()
+        return (own_folder(model) / CONFIG_FILE).is_file()  # a training that has not ended leaves a folder without
     except ImportError:  # without a cache folder none can have been made
         return False
 

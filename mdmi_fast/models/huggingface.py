@@ -182,7 +182,7 @@ class HuggingFaceModel(SequenceModel):
     def _without_product(self) -> Iterator[_Tap]:
         """Run the network without its last product, keeping what would have gone in."""
         owner, name, head = self._product
-        tap = _Tap(head.out_features)
+        tap = _Tap(head)
         setattr(owner, name, tap)
         try:
             yield tap
@@ -207,6 +207,8 @@ class HuggingFaceModel(SequenceModel):
         logits = self.network(input_ids=tokens).logits
         with self._without_product() as tap:
             self.network(input_ids=tokens)
+        if tap.features is None:  # the network multiplies by the weights itself
+            return None
         tolerance = 1e-4 if logits.dtype.itemsize >= 4 else 2e-2  # two orders of the same sum
         for bias in (head.bias, getattr(owner, "bias", None)):
             product = F.linear(tap.features, head.weight, bias)
@@ -218,9 +220,9 @@ class HuggingFaceModel(SequenceModel):
 class _Tap(nn.Module):
     """Stands where the last product was; keeps its input and answers zeros that take no memory."""
 
-    def __init__(self, out_features: int) -> None:
+    def __init__(self, head: nn.Linear) -> None:
         super().__init__()
-        self.out_features = out_features
+        self.out_features, self.weight, self.bias = head.out_features, head.weight, head.bias
         self.features: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -305,6 +307,8 @@ def load_model(
         if tokenizer is True:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common) if _has_tokenizer(folder) else None
         elif isinstance(tokenizer, str):
+            if not _has_tokenizer(Path(tokenizer)):
+                raise FileNotFoundError(f"folder {tokenizer} holds no tokenizer.")
             tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, **common)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
@@ -395,7 +399,8 @@ def _special_tokens(tokenizer: Any, config: Any, vocabulary: int) -> list[int]:
         return [*tokenizer.all_special_ids, *range(len(tokenizer), vocabulary)]
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
     found = [getattr(config, name, None) for name in names]
-    return [token for token in found if isinstance(token, int)]
+    tokens = [token for entry in found for token in (entry if isinstance(entry, list) else [entry])]
+    return [token for token in tokens if token is not None]
 
 
 def _position_limit(network: nn.Module) -> int | None:

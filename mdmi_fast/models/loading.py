@@ -67,8 +67,8 @@ def load_model(spec: str, **options: Any) -> MaskedModel:
         The model, frozen.
 
     Raises:
-        ValueError: for an unknown name, an option or value in `spec` that the loader does not take, or a device that
-            is not there.
+        ValueError: for an unknown name, a REST that is missing or too much, an option or value in `spec` that the
+            loader does not take, or a device that is not there.
     """
     name, _, query = spec.partition("?")
     kind, _, rest = name.partition(":")
@@ -79,7 +79,10 @@ def load_model(spec: str, **options: Any) -> MaskedModel:
         )
     loader = resolve("mdmi_fast.models", kind)
     first = next(iter(inspect.signature(loader).parameters.values()), None)
-    if not rest and first is not None and first.kind is first.POSITIONAL_OR_KEYWORD and first.default is first.empty:
+    takes_rest = first is not None and first.kind in (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD)
+    if rest and not takes_rest:
+        raise ValueError(f"load_model: there is one {kind} only, without a name behind it, got {spec!r}")
+    if not rest and first is not None and takes_rest and first.default is first.empty:
         raise ValueError(f"load_model: {kind} needs to know which, {kind}:{first.name.upper()}, got {spec!r}")
     options = {**(_read_options(query, loader, kind) if query else {}), **options}
     if "device" in options:

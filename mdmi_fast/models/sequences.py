@@ -47,7 +47,7 @@ class SequenceModel(nn.Module):
         self.max_length = max_length
         # Not a plain attribute: those tell models apart (`identity`), and labels of either way are of one model.
         self._batch_invariant = batch_invariant
-        unwanted = {token for token in (*never, mask_token_id) if token < vocab_size}
+        unwanted = {token for token in (*never, mask_token_id) if 0 <= token < vocab_size}  # -1 is no pad token
         self.never: Tensor
         self.register_buffer("never", torch.tensor(sorted(unwanted), dtype=torch.int64), persistent=False)
 
