@@ -431,6 +431,54 @@ def test_a_file_that_is_no_state_is_named(tmp_path: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stage", 0.5),
+        ("fallen_back", "no"),
+        ("finished_since_change", None),
+        ("fallbacks_in_a_row", "3"),
+        ("reveals", []),
+        ("correlation", "high"),
+        ("movement_slope", math.nan),
+        ("calibration", 7),
+        ("calibration", ["x"]),
+        ("capital", {"step": ["1"] * 7}),
+    ],
+)
+def test_a_state_with_a_field_of_another_kind_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    path = tmp_path / "guard.json"
+    Guard(TopK(2), state=path).save()
+    Guard(TopK(2), state=path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ValueError, match=r"guard\.json: not the state of a guard"):
+        Guard(TopK(2), state=path)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"quality": [1.0, math.nan]}, "quality must be from 0 to 1, got nan of the sequence with seed 1"),
+        ({"seconds": [1.0, math.nan]}, "seconds must be finite and at least 0, got nan of the sequence with seed 1"),
+        ({"seconds": [math.inf, 1.0]}, "seconds must be finite and at least 0, got inf of the sequence with seed 0"),
+        ({"passes": [1, -1]}, "passes must be finite and at least 0, got -1 of the sequence with seed 1"),
+        ({"quality": [1.0]}, "quality must hold a number for each of 2 sequences, got 1"),
+    ],
+)
+def test_nothing_is_counted_of_what_cannot_be(tmp_path: Path, told: dict[str, Any], message: str) -> None:
+    guard, seeds = Guard(TopK(2), state=tmp_path / "guard.json"), torch.arange(2)
+    for seed in seeds.tolist():
+        guard._arm(seed)
+    with pytest.raises(ValueError, match=message):
+        guard.finish(seeds, **told)
+    assert guard.state.finished_since_change == 0
+    single = np.ones(2, dtype=np.float32)  # which JSON does not know
+    guard.finish(seeds, quality=single, seconds=single, passes=single)  # type: ignore[arg-type]
+    guard = Guard(TopK(2), state=tmp_path / "guard.json")
+    assert guard.state.policy.sequences + guard.state.control.sequences == 2
+    assert guard.state.finished_since_change == 2
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("correlation_alert", 1.0),

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import random
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -277,12 +278,14 @@ class Guard:
             passes: [B] forward passes.
 
         Raises:
-            ValueError: for a quality outside 0 to 1.
+            ValueError: for a number out of its range, or not one for each sequence; nothing has been counted then.
         """
-        columns = [_numbers(values, len(seeds)) for values in (quality, seconds, passes)]
+        columns = [
+            _numbers("quality", quality, seeds, "from 0 to 1", 1.0),
+            _numbers("seconds", seconds, seeds, "finite and at least 0", sys.float_info.max),
+            _numbers("passes", passes, seeds, "finite and at least 0", sys.float_info.max),
+        ]
         for seed, good, took, count in zip(seeds.tolist(), *columns, strict=True):
-            if good is not None and not 0 <= good <= 1:
-                raise ValueError(f"Guard: quality must be from 0 to 1, got {good} of the sequence with seed {seed}")
             self.state.finished_since_change += 1
             arm = self._arms.pop(seed, None)
             if arm is None:
@@ -505,11 +508,19 @@ def read_state(path: Path) -> tuple[_State, float]:
         share = held.pop("share")
         held["policy"], held["control"] = ArmTotals(**held["policy"]), ArmTotals(**held["control"])
         state = _State(**held)
-        sides = [*vars(state.policy).values(), *vars(state.control).values()]
-        for number in (share, state.stage, state.scale, state.audits, state.errors, *state.alarms.values(), *sides):
-            check.number("state", "each count", number)
+        check.whole("state", "stage", state.stage, 0)
+        if not isinstance(state.fallen_back, bool):
+            raise TypeError(f"state: fallen_back must be true or false, got {state.fallen_back!r}")
+        counts = [share, state.scale, state.audits, state.reveals, state.errors, *state.alarms.values()]
+        counts += [state.fallbacks_in_a_row, state.finished_since_change]
+        counts += [*vars(state.policy).values(), *vars(state.control).values()]
+        found = [state.correlation, state.false_independence, state.movement_slope, state.movement_ratio]
+        # Nothing may have been found yet, and the calibration of a bin that nothing fell into is NaN.
+        known = [number for number in found if number is not None] + [x for x in state.calibration if x == x]
+        for number in counts + known:
+            check.number("state", "each number", number)
         for capital in state.capital.values():
-            Evidence(upper=1.0, interval=2.0, capital=capital)
+            Evidence(upper=1.0, interval=2.0, capital=[check.number("state", "capital", held) for held in capital])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the state of a guard: {error}") from error
     return state, share
@@ -564,7 +575,16 @@ def _scaled(limit: Any, scale: float) -> Any:
     return scale * limit
 
 
-def _numbers(values: Tensor | Sequence[float] | None, count: int) -> list[Any]:
+def _numbers(
+    name: str, values: Tensor | Sequence[float] | None, seeds: Tensor, expected: str, most: float
+) -> list[Any]:
+    """An argument of `Guard.finish`, a float from 0 to `most` for each sequence; None for each if it was not given."""
     if values is None:
-        return [None] * count
-    return values.tolist() if isinstance(values, Tensor) else list(values)
+        return [None] * len(seeds)
+    numbers = [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+    if len(numbers) != len(seeds):
+        raise ValueError(f"Guard: {name} must hold a number for each of {len(seeds)} sequences, got {len(numbers)}")
+    for seed, number in zip(seeds.tolist(), numbers, strict=True):
+        if not 0 <= number <= most:
+            raise ValueError(f"Guard: {name} must be {expected}, got {number:g} of the sequence with seed {seed}")
+    return numbers
