@@ -44,22 +44,15 @@ MISource = Callable[[Tensor, Tensor], Tensor] | StepwiseMI
 """An estimator, or anything that turns hidden [B, N, D] and mask [B, N] into mutual information [B, N, N] in nats."""
 
 
-def checked_source(owner: str, source: Any) -> None:
-    """Refuse what is no source of mutual information.
-
-    Raises:
-        TypeError: it cannot be called, or is the class of a source.
-    """
-    if isinstance(source, type) or not callable(source):
-        raise TypeError(f"{owner}: mi must be an estimator, Probing() or another callable, got {source!r}")
-
-
 def pairwise_mi(source: MISource, hidden: Tensor | None, mask: Tensor, step: int) -> Tensor:
     """[B, N, N] nats from any kind of source.
 
     Raises:
+        TypeError: for what is no source.
         ValueError: if there is no hidden state to ask it about.
     """
+    if isinstance(source, type) or not callable(source):
+        raise TypeError(f"policy: mi must be an estimator, Probing() or another callable, got {source!r}")
     if hidden is None:
         raise ValueError("policy: hidden must be [B, N, D] for mutual information, got None")
     if getattr(source, "needs_step", False):
@@ -290,7 +283,6 @@ class MIBudget(_PairRule):
     most: int | None = None
 
     def __post_init__(self) -> None:
-        checked_source("MIBudget", self.mi)
         checked_limit("MIBudget", "gamma", self.gamma)
         check.weight("MIBudget", "lam", self.lam)
         check.weight("MIBudget", "entropy_weight", self.entropy_weight)
@@ -365,7 +357,6 @@ class MIThreshold(_PairRule):
     most: int | None = None
 
     def __post_init__(self) -> None:
-        checked_source("MIThreshold", self.mi)
         checked_limit("MIThreshold", "tau", self.tau)
         if self.limit is not None:
             check.whole("MIThreshold", "limit", self.limit, 1)
@@ -405,7 +396,6 @@ class Coloring(Rule):
     replan: int | None = None
 
     def __post_init__(self) -> None:
-        checked_source("Coloring", self.mi)
         at_least("Coloring", "tau", self.tau, 0.0)
         if self.replan is not None:
             check.whole("Coloring", "replan", self.replan, 1)
