@@ -480,6 +480,27 @@ def test_arguments_that_do_not_fit_are_refused(table: JointTable, change: dict[s
         decode(table, arguments.pop("tokens"), Sequential(), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"policy": "topk:4"}, "decode: policy must be an object with a method select, .*, got 'topk:4'"),
+        ({"policy": Sequential}, "decode: policy must be an object with a method select"),
+        ({"temperature": "hot"}, "decode: temperature must be a number, got 'hot'"),
+        ({"top_p": None}, "decode: top_p must be a number, got None"),
+        ({"remask_below": "0.5"}, "decode: remask_below must be a number, got '0.5'"),
+        ({"seeds": [1]}, "decode: seeds must be a torch.Tensor, got .1."),
+        ({"generator": 3}, "decode: generator must be a torch.Generator, got 3"),
+        ({"suppressed": [0.5]}, "decode: suppressed must be a sequence of tokens, which are integers, got .0.5."),
+        ({"suppressed": 1}, "decode: suppressed must be a sequence of tokens"),
+        ({"stop_tokens": ["a"]}, "decode: stop_tokens must be a sequence of tokens"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(table: JointTable, change: dict[str, Any], message: str) -> None:
+    arguments = {"policy": Sequential()} | change
+    with pytest.raises(TypeError, match=message):
+        decode(table, torch.full((1, 3), MASK), arguments.pop("policy"), **arguments)
+
+
 def test_every_order_of_a_batch_is_the_same(table: JointTable) -> None:
     tokens = torch.tensor([[MASK] * 3, [MASK, 1, MASK], [0, MASK, MASK], [2, 1, MASK]])
     policy = MIThreshold(Probing(), 0.02)

@@ -364,6 +364,15 @@ def test_a_stop_token_ends_its_sequence() -> None:
     result = decode(model, tokens[:1], Sequential(), stop_tokens=[3], allowed=allowed, block_size=1)
     assert result.tokens.tolist() == [[1, 2, 3, 3, 5]]
     assert result.passes.tolist() == [4]
+    # A mask token beyond the vocabulary, where nothing has stopped yet.
+    model, tokens = chain(4), torch.full((2, 4), MASK)
+    everything = torch.ones(4, V, dtype=torch.bool)
+    for stop_tokens in ([1], [0, 2]):
+        plain = decode(model, tokens, Sequential(), stop_tokens=stop_tokens)
+        assert decode(model, tokens, Sequential(), stop_tokens=stop_tokens, allowed=everything).tokens.equal(
+            plain.tokens
+        )
+    model, tokens = Script(torch.ones(6)), torch.tensor([[0, 0, 0, 0, 0]])
     with pytest.raises(ValueError, match=r"stop_tokens must be tokens in 0\.\.5, got 6"):
         decode(model, tokens, All(), stop_tokens=[6])
 

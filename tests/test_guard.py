@@ -22,6 +22,7 @@ from mdmi_fast.decode.policies import MISource, Step
 from mdmi_fast.labels import label_mi
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
+from mdmi_fast.ops import Selection, TokenStats, token_stats
 
 SOON = Thresholds(
     stages=(0.2, 0.5, 0.9), interval=100, step_interval=20, quality_off=0.1, quality_alert=0.05, cooldown=200
@@ -322,6 +323,8 @@ def test_movement_is_not_looked_at_where_its_mean_would_be_another() -> None:
         (exact_source(model), {"temperature": 0.0}),
         (exact_source(model), {"temperature": 1.0, "top_k": 2}),
         (exact_source(model), {"temperature": 1.0, "top_p": 0.9}),
+        (exact_source(model), {"temperature": 1.0, "suppressed": [2]}),
+        (exact_source(model), {"temperature": 1.0, "allowed": torch.tensor([True, True, False])}),
         (Probing(), {"temperature": 1.0}),
     ]:
         guard = Guard(MIBudget(source, 0.3), audit_share=0.0, movement_share=1.0)
@@ -340,6 +343,42 @@ def test_an_estimator_that_reads_the_marginals_is_audited() -> None:
     assert (guard.state.errors, guard.state.fallen_back) == (0, False)
     assert guard.state.audits > 0
     assert guard.state.reveals > 0
+
+
+def test_a_foreign_loop_need_not_put_the_statistics_into_the_step() -> None:
+    model, tokens = dependent_model(), torch.full((8, 4), 3)
+    estimator = PairwiseMIEstimator(model.hidden_size, layers=(8,), marginals="summary").eval().requires_grad_(False)
+    output, mask = model(tokens), tokens == 3
+    step = Step(0, model=model, tokens=tokens, logits=output.logits, sampled=True, seeds=torch.arange(8))
+    guard, arrays = (Guard(MIBudget(estimator, 0.3), audit_share=1.0, movement_share=1.0) for _ in range(2))
+    stats = token_stats(output.logits)
+    selected = guard.select(stats, output.hidden, mask, step).selected
+    assert selected.any(dim=-1).all()
+    assert (guard.state.errors, guard.state.audits) == (0, 1)
+    foreign = TokenStats(*(field.numpy() for field in stats))  # type: ignore[arg-type]
+    assert arrays.select(foreign, output.hidden.numpy(), mask.numpy(), step).selected.equal(selected)
+
+
+class Careless:
+    """Takes nothing, or answers with a tensor of another shape."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:
+        return Selection(torch.zeros(len(mask), self.width, dtype=torch.bool), torch.zeros(len(mask)))
+
+
+@pytest.mark.parametrize(
+    ("width", "message"), [(4, r"took no position of sequence \d+ in pass 0"), (1, r"must select \(32, 4\) bool")]
+)
+def test_a_policy_that_answers_nothing_useful_is_a_failure_like_any_other(width: int, message: str) -> None:
+    model, seeds, states = dependent_model(), torch.arange(32), torch.full((32, 4), 3)
+    guard = Guard(Careless(width), thresholds=Thresholds(stages=(0.9,)), audit_share=0.0)
+    with pytest.warns(UserWarning, match=message):
+        result = decode(model, states, guard, seeds=seeds)
+    assert torch.equal(result.tokens, decode(model, states, Sequential(), seeds=seeds).tokens)
+    assert (guard.state.reason, guard.state.errors) == ("error", 1)
 
 
 def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -389,6 +428,54 @@ def test_a_file_that_is_no_state_is_named(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     with pytest.raises(ValueError, match=r"guard\.json: not the state of a guard"):
         Guard(TopK(2), state=path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stage", 0.5),
+        ("fallen_back", "no"),
+        ("finished_since_change", None),
+        ("fallbacks_in_a_row", "3"),
+        ("reveals", []),
+        ("correlation", "high"),
+        ("movement_slope", math.nan),
+        ("calibration", 7),
+        ("calibration", ["x"]),
+        ("capital", {"step": ["1"] * 7}),
+    ],
+)
+def test_a_state_with_a_field_of_another_kind_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    path = tmp_path / "guard.json"
+    Guard(TopK(2), state=path).save()
+    Guard(TopK(2), state=path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(ValueError, match=r"guard\.json: not the state of a guard"):
+        Guard(TopK(2), state=path)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"quality": [1.0, math.nan]}, "quality must be from 0 to 1, got nan of the sequence with seed 1"),
+        ({"seconds": [1.0, math.nan]}, "seconds must be finite and at least 0, got nan of the sequence with seed 1"),
+        ({"seconds": [math.inf, 1.0]}, "seconds must be finite and at least 0, got inf of the sequence with seed 0"),
+        ({"passes": [1, -1]}, "passes must be finite and at least 0, got -1 of the sequence with seed 1"),
+        ({"quality": [1.0]}, "quality must hold a number for each of 2 sequences, got 1"),
+    ],
+)
+def test_nothing_is_counted_of_what_cannot_be(tmp_path: Path, told: dict[str, Any], message: str) -> None:
+    guard, seeds = Guard(TopK(2), state=tmp_path / "guard.json"), torch.arange(2)
+    for seed in seeds.tolist():
+        guard._arm(seed)
+    with pytest.raises(ValueError, match=message):
+        guard.finish(seeds, **told)
+    assert guard.state.finished_since_change == 0
+    single = np.ones(2, dtype=np.float32)  # which JSON does not know
+    guard.finish(seeds, quality=single, seconds=single, passes=single)  # type: ignore[arg-type]
+    guard = Guard(TopK(2), state=tmp_path / "guard.json")
+    assert guard.state.policy.sequences + guard.state.control.sequences == 2
+    assert guard.state.finished_since_change == 2
 
 
 @pytest.mark.parametrize(
@@ -444,6 +531,11 @@ def test_thresholds_at_the_edge_of_their_range_work(edge: dict[str, Any]) -> Non
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="audit_share must be from 0 to 1, got 2"):
         Guard(TopK(2), audit_share=2)
+    with pytest.raises(TypeError, match=r"Guard: policy must be an object with a method select, .*, got 'topk:2'"):
+        Guard("topk:2")  # type: ignore[arg-type]
+    for stages in (0.5, ("all",)):
+        with pytest.raises(TypeError, match="Thresholds: stages must be "):
+            Thresholds(stages=stages)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="movement_share must not be NaN"):
         Guard(TopK(2), movement_share=math.nan)
     guard = Guard(TopK(2))

@@ -358,6 +358,8 @@ def test_negative_and_undefined_settings_are_refused(make: Any, value: float) ->
         (lambda: EntropyBound(torch.ones(2, 2)), ValueError, r"gamma must be a float, or a tensor \[B\] with a number"),
         (lambda: MIThreshold(Given(torch.zeros(0)), torch.tensor(0.5)), ValueError, r"tau must be .*, got shape \(\)"),
         (lambda: EntropyBound(-torch.ones(2)), ValueError, "gamma must be numbers of at least 0, one a sequence"),
+        (lambda: EntropyBound(True), TypeError, "gamma must be a number, got True"),
+        (lambda: Schedule("0.2", 0.0), TypeError, "Schedule: start must be a number, got '0.2'"),
         (lambda: Probing("total"), ValueError, "form must be one of"),
         (lambda: Probing(batch_size=0), ValueError, "batch_size must be at least 1"),
     ],
@@ -627,7 +629,11 @@ def read_only(tensor: Tensor) -> Any:
     return array
 
 
-@pytest.mark.parametrize("foreign", [Tensor.numpy, read_only, Capsule])
+def backwards(tensor: Tensor) -> Any:
+    return tensor.flip(0).contiguous().numpy()[::-1]
+
+
+@pytest.mark.parametrize("foreign", [Tensor.numpy, read_only, backwards, Capsule])
 def test_numpy_and_dlpack_arrays_are_taken_as_they_are(numbers: Pass, foreign: Any) -> None:
     for policy in [*every_policy(Given(numbers.mi)), MIBudget(PairwiseMIEstimator(WIDTH, layers=(4,)).eval(), 0.3)]:
         stats = TokenStats(*map(foreign, numbers.stats))
@@ -638,16 +644,60 @@ def test_numpy_and_dlpack_arrays_are_taken_as_they_are(numbers: Pass, foreign: A
         assert np.asarray(theirs.spent).tolist() == ours.spent.tolist()
 
 
+@pytest.mark.parametrize("foreign", [Tensor.numpy, backwards, Capsule])
+def test_a_step_takes_foreign_arrays_too(numbers: Pass, foreign: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    arrays = {
+        "logits": torch.randn(ROWS, LENGTH, 5, generator=generator),
+        "attention": torch.rand(ROWS, LENGTH, LENGTH, generator=generator),
+        "seeds": torch.arange(ROWS),
+        "sequences": torch.arange(ROWS),
+        "attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.bool),
+    }
+    limits = torch.rand(ROWS, generator=generator)
+    for policy in (
+        Random(2),
+        EntropyBound(limits),
+        EntropyBound(Schedule(1.0, 0.1)),
+        MIThreshold(Shuffled(Given(numbers.mi)), limits),
+        Coloring(Given(numbers.mi), 0.05),
+        Stability(0.1, 0.2),
+        AttentionGraph(0.5),
+    ):
+        ours, theirs = Memory(), Memory()
+        for number in range(2):  # in the second pass they remember the first
+            step = Step(number, memory=theirs, count=ROWS, **{name: foreign(array) for name, array in arrays.items()})
+            known = Step(number, memory=ours, count=ROWS, **arrays)
+            assert numbers.select(policy, step) == numbers.select(policy, known)
+
+
+def test_what_a_step_holds_has_to_fit(numbers: Pass) -> None:
+    with pytest.raises(TypeError, match=r"Step: seeds: expected a tensor, .*, got list"):
+        Step(0, seeds=[1, 2])
+    of_heads = torch.zeros(ROWS, 3, LENGTH, LENGTH)
+    with pytest.raises(
+        ValueError, match=r"AttentionGraph: step.attention must be \[B, N, N\] = \(40, 7, 7\), averaged"
+    ):
+        numbers.select(AttentionGraph(0.1), Step(0, attention=of_heads))
+    with pytest.raises(ValueError, match=r"Stability: step.logits must be \[B, N, V\] with \[B, N\] = \(40, 7\)"):
+        numbers.select(Stability(0.1), Step(0, logits=torch.zeros(ROWS, LENGTH), memory=Memory()))
+
+
 def test_what_is_no_pass_is_refused(numbers: Pass) -> None:
     stats, hidden, mask = numbers.stats, numbers.hidden, numbers.mask
-    with pytest.raises(TypeError, match="expected a tensor, a numpy array or an object with __dlpack__, got list"):
+    with pytest.raises(TypeError, match=r"TopK: mask: expected a tensor, a numpy array or an .*, got list"):
         TopK(1).select(stats, hidden, mask.tolist(), 0)
+    with pytest.raises(TypeError, match="TopK: stats must be TokenStats, got tuple"):
+        TopK(1).select(tuple(stats), hidden, mask, 0)  # type: ignore[arg-type]
     for wrong in (mask.long(), mask[0]):
         with pytest.raises(ValueError, match=r"TopK: mask must be \[B, N\] bool"):
             TopK(1).select(stats, hidden, wrong, 0)
     with pytest.raises(ValueError, match=r"TopK: stats.confidence must be \(40, 7\) like mask, got \(40, 6\)"):
         TopK(1).select(stats._replace(confidence=stats.confidence[:, 1:]), hidden, mask, 0)
     assert TopK(1).select(stats, None, mask, 0).selected.any()
+    for source in (None, "sudoku", Probing):
+        with pytest.raises(TypeError, match=r"policy: mi must be an estimator, Probing\(\) or another callable, got "):
+            MIThreshold(source, 0.5).select(stats, hidden, mask, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"hidden must be \[B, N, D\] for mutual information, got None"):
         MIBudget(Given(numbers.mi), 0.5).select(stats, None, mask, 0)
 

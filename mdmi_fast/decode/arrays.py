@@ -27,7 +27,9 @@ def as_tensor(array: Any) -> Tensor:
     if isinstance(array, Tensor):
         return array
     if isinstance(array, np.ndarray):
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
+        # Tensors have no strides below 0, as those of array[::-1], and none that may only be read.
+        usable = array.flags.writeable and min(array.strides, default=0) >= 0
+        return torch.from_numpy(array if usable else array.copy())
     if hasattr(array, "__dlpack__"):
         return from_dlpack(array)
     raise TypeError(f"expected a tensor, a numpy array or an object with __dlpack__, got {type(array).__name__}")

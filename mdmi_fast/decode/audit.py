@@ -12,7 +12,7 @@ truth, in mean square, than their own mean is.
 It sees pairs of which one was unmasked alone, in the states that decoding meets. It does not see pairs unmasked together
 in one pass, what several positions tell only jointly, or that all predictions are too low by a factor (the ratio shows
 it, but the joint form of a model whose conditionals disagree rightly lies below the kl form). It needs tokens drawn at
-temperature 1 without top_k and top_p: of the most probable token the mean would be another.
+temperature 1 without top_k, top_p, suppressed tokens and allowed sets: of other draws the mean would be another.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mdmi_fast.decode.policies.base import Step
+from mdmi_fast.decode.policies.base import Step, checked_pass
 from mdmi_fast.decode.policies.mutual_information import (
     MIBudget,
     MISource,
@@ -379,7 +379,8 @@ class CachedPolicy:
     def __repr__(self) -> str:
         return f"CachedPolicy({self.policy!r})"
 
-    def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:
+    def select(self, stats: TokenStats, hidden: Any, mask: Any, step: int) -> Selection:
+        stats, hidden, mask = checked_pass("CachedPolicy", stats, hidden, mask)
         if getattr(step, "notes", None) is not None:  # reasons are asked for, and only computing gives them
             return self.policy.select(stats, hidden, mask, step)
         n, width = mask.shape[1], -(-mask.shape[1] // 8)
@@ -414,10 +415,12 @@ class _Keys:
         model_text = f"{identity(model)} {getattr(model, 'shift', None)}"
         self._what = f"{__version__} {kind} {model_text} {describe(settings)}"
 
-    def __call__(self, mask: Tensor, step: int, hidden: Tensor, stats: TokenStats | None) -> list[str]:
+    def __call__(self, mask: Tensor, step: int, hidden: Tensor | None, stats: TokenStats | None) -> list[str]:
         tokens, visible = getattr(step, "tokens", None), getattr(step, "attention_mask", None)
         if not isinstance(step, Step) or tokens is None:
             raise ValueError("cache: step must be a Step with tokens, got a bare number")
+        if hidden is None:
+            raise ValueError("cache: hidden must be [B, N, D], got None")
         # A processor and an accelerator, or two precisions, round differently.
         head = hashlib.blake2b(f"{self._what} {hidden.dtype} {hidden.device.type}".encode(), digest_size=20)
         visible = torch.ones_like(mask) if visible is None else visible

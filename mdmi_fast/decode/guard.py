@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import random
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from mdmi_fast.decode.audit import AuditBlock, MovementBlock, Reveal, audit_posi
 from mdmi_fast.decode.cache import describe
 from mdmi_fast.decode.evidence import Evidence
 from mdmi_fast.decode.policies import Policy, Probing, Sequential, Step
+from mdmi_fast.decode.policies.base import checked_pass, checked_policy, checked_selection
 from mdmi_fast.decode.randomness import draw_seeds
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
@@ -97,7 +99,9 @@ class Thresholds:
             value = check.number("Thresholds", name, getattr(self, name))
             if not holds(value):
                 raise ValueError(f"Thresholds: {name} must be {expected}, got {value}")
-        if not self.stages or not all(0 < share < 1 for share in self.stages):
+        if not isinstance(self.stages, tuple | list):
+            raise TypeError(f"Thresholds: stages must be a sequence of numbers, got {check.describe(self.stages)}")
+        if not self.stages or not all(0 < check.number("Thresholds", "stages", share) < 1 for share in self.stages):
             raise ValueError(f"Thresholds: stages must be shares between 0 and 1, got {self.stages}")
         check.whole("Thresholds", "audited_positions", self.audited_positions, 1)
         check.whole("Thresholds", "cooldown", self.cooldown, 0)
@@ -152,14 +156,15 @@ class Guard:
         audit_share: of the passes in which one position is probed, which costs up to 65 forward passes of one
             sequence.
         movement_share: of the passes in which one position, unmasked alone, is compared with the next pass, which
-            costs the source's predictions for one sequence. Only where tokens are drawn at temperature 1 without
-            top_k and top_p, and the source does not probe.
+            costs the source's predictions for one sequence. Only where tokens are drawn from what the model says, at
+            temperature 1 without top_k, top_p, suppressed tokens and allowed sets, and the source does not probe.
         state: a JSON file.
         watched: names the policy in the file; None: its settings and weights.
         seed: of the choice of what to audit.
 
     Raises:
-        TypeError: if a state is kept, `watched` is not given, and the policy cannot be described by its settings.
+        TypeError: for what is no policy; if a state is kept, `watched` is not given, and the policy cannot be described
+            by its settings.
         ValueError: if audit_share or movement_share is no share.
 
     Example:
@@ -187,6 +192,7 @@ class Guard:
         for name, share in (("audit_share", audit_share), ("movement_share", movement_share)):
             if not 0 <= check.number("Guard", name, share) <= 1:
                 raise ValueError(f"Guard: {name} must be from 0 to 1, got {share}")
+        checked_policy("Guard", policy)
         self.policy, self.control = policy, Sequential()
         self.thresholds = thresholds or Thresholds()
         self.audit_share, self.movement_share = audit_share, movement_share
@@ -229,27 +235,30 @@ class Guard:
         """Of new sequences, how many the watched policy decodes."""
         return 0.0 if self.state.fallen_back else self.thresholds.stages[self.state.stage]
 
-    def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:
+    def select(self, stats: TokenStats, hidden: Any, mask: Any, step: int) -> Selection:
         seeds = getattr(step, "seeds", None)
         if seeds is None:
             raise ValueError("Guard: step must be a Step with seeds, got a bare number")
-        self._see_movement(step)  # type: ignore[arg-type] # it has seeds, so it is a Step
+        stats, hidden, mask = checked_pass("Guard", stats, hidden, mask)
+        step = Step.with_stats(step, stats)  # an audit asks sources that read the marginals too
+        self._see_movement(step)
         arms = [self._arm(seed) for seed in seeds.tolist()]
         watched = torch.tensor(arms, device=mask.device).unsqueeze(-1)
         if self.audit_share and self._random.random() < self.audit_share:
-            self._audit(hidden, mask, step)  # type: ignore[arg-type]
+            self._audit(hidden, mask, step)
         nothing = Selection(torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.float64, device=mask.device))
         ours = nothing
         if any(arms):
             try:
                 ours = self._tightened.select(stats, hidden, mask & watched, step)
+                checked_selection(self.policy, ours.selected, mask & watched, step)
             except Exception as error:  # whatever it is, sequential decoding goes on
                 self._failed(error)
                 arms, watched = [False] * len(arms), torch.zeros_like(watched)
         theirs = nothing if all(arms) else self.control.select(stats, hidden, mask & ~watched, step)
         selected = torch.where(watched, ours.selected, theirs.selected)
         if self.movement_share and self._random.random() < self.movement_share:
-            self._await_movement(hidden, mask, step, selected)  # type: ignore[arg-type]
+            self._await_movement(hidden, mask, step, selected)
         return Selection(selected, ours.spent + theirs.spent)
 
     def finish(
@@ -269,12 +278,14 @@ class Guard:
             passes: [B] forward passes.
 
         Raises:
-            ValueError: for a quality outside 0 to 1.
+            ValueError: for a number out of its range, or not one for each sequence; nothing has been counted then.
         """
-        columns = [_numbers(values, len(seeds)) for values in (quality, seconds, passes)]
+        columns = [
+            _numbers("quality", quality, seeds, "from 0 to 1", 1.0),
+            _numbers("seconds", seconds, seeds, "finite and at least 0", sys.float_info.max),
+            _numbers("passes", passes, seeds, "finite and at least 0", sys.float_info.max),
+        ]
         for seed, good, took, count in zip(seeds.tolist(), *columns, strict=True):
-            if good is not None and not 0 <= good <= 1:
-                raise ValueError(f"Guard: quality must be from 0 to 1, got {good} of the sequence with seed {seed}")
             self.state.finished_since_change += 1
             arm = self._arms.pop(seed, None)
             if arm is None:
@@ -497,11 +508,19 @@ def read_state(path: Path) -> tuple[_State, float]:
         share = held.pop("share")
         held["policy"], held["control"] = ArmTotals(**held["policy"]), ArmTotals(**held["control"])
         state = _State(**held)
-        sides = [*vars(state.policy).values(), *vars(state.control).values()]
-        for number in (share, state.stage, state.scale, state.audits, state.errors, *state.alarms.values(), *sides):
-            check.number("state", "each count", number)
+        check.whole("state", "stage", state.stage, 0)
+        if not isinstance(state.fallen_back, bool):
+            raise TypeError(f"state: fallen_back must be true or false, got {state.fallen_back!r}")
+        counts = [share, state.scale, state.audits, state.reveals, state.errors, *state.alarms.values()]
+        counts += [state.fallbacks_in_a_row, state.finished_since_change]
+        counts += [*vars(state.policy).values(), *vars(state.control).values()]
+        found = [state.correlation, state.false_independence, state.movement_slope, state.movement_ratio]
+        # Nothing may have been found yet, and the calibration of a bin that nothing fell into is NaN.
+        known = [number for number in found if number is not None] + [x for x in state.calibration if x == x]
+        for number in counts + known:
+            check.number("state", "each number", number)
         for capital in state.capital.values():
-            Evidence(upper=1.0, interval=2.0, capital=capital)
+            Evidence(upper=1.0, interval=2.0, capital=[check.number("state", "capital", held) for held in capital])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the state of a guard: {error}") from error
     return state, share
@@ -556,7 +575,16 @@ def _scaled(limit: Any, scale: float) -> Any:
     return scale * limit
 
 
-def _numbers(values: Tensor | Sequence[float] | None, count: int) -> list[Any]:
+def _numbers(
+    name: str, values: Tensor | Sequence[float] | None, seeds: Tensor, expected: str, most: float
+) -> list[Any]:
+    """An argument of `Guard.finish`, a float from 0 to `most` for each sequence; None for each if it was not given."""
     if values is None:
-        return [None] * count
-    return values.tolist() if isinstance(values, Tensor) else list(values)
+        return [None] * len(seeds)
+    numbers = [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+    if len(numbers) != len(seeds):
+        raise ValueError(f"Guard: {name} must hold a number for each of {len(seeds)} sequences, got {len(numbers)}")
+    for seed, number in zip(seeds.tolist(), numbers, strict=True):
+        if not 0 <= number <= most:
+            raise ValueError(f"Guard: {name} must be {expected}, got {number:g} of the sequence with seed {seed}")
+    return numbers

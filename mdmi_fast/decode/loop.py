@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mdmi_fast.decode.policies import Memory, Policy, Step
-from mdmi_fast.decode.policies.base import take_lowest
+from mdmi_fast.decode.policies.base import checked_policy, checked_selection, take_lowest
 from mdmi_fast.decode.randomness import draw_seeds, places, uniform
 from mdmi_fast.decode.sampling import log_probability, sample
 from mdmi_fast.decode.trace import PassRecord, blocking
-from mdmi_fast.decode.vocabulary import Vocabulary
+from mdmi_fast.decode.vocabulary import Vocabulary, checked_tokens
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import TokenStats
 from mdmi_fast.ops import _checks as check
@@ -119,9 +120,12 @@ def decode(
     for name, count, least in (("top_k", top_k, 1), ("block_size", block_size, 1), ("revisions", revisions, 0)):
         if count is not None:
             check.whole("decode", name, count, least)
-    for token in stop_tokens:
-        if not 0 <= token < model.vocab_size:
-            raise ValueError(f"decode: stop_tokens must be tokens in 0..{model.vocab_size - 1}, got {token}")
+    stop_tokens = checked_tokens("stop_tokens", stop_tokens, model.vocab_size)
+    suppressed = checked_tokens("suppressed", suppressed, model.vocab_size)
+    checked_policy("decode", policy)
+    for name, given, kind in (("generator", generator, torch.Generator), ("seeds", seeds, Tensor)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"decode: {name} must be a torch.{kind.__name__}, got {check.describe(given)}")
     if seeds is None:
         seeds = draw_seeds(len(tokens), generator, tokens.device)
     elif generator is not None or seeds.shape != tokens.shape[:1] or seeds.dtype != torch.int64:
@@ -145,7 +149,8 @@ def decode(
     stats_will_do = temperature == 0 and vocabulary.is_free and getattr(policy, "reads_stats_only", False)
     eyes = _Eyes(model, vocabulary, getattr(model, "token_stats", None) if stats_will_do else None)
     draw = _Draw(temperature, top_k, top_p, gumbel)
-    stops = torch.tensor(list(stop_tokens), dtype=torch.int64, device=tokens.device)
+    as_they_are = temperature == 1 and top_k is None and top_p == 1 and allowed is None and not suppressed
+    stops = torch.tensor(stop_tokens, dtype=torch.int64, device=tokens.device)
 
     done, passes = tokens.clone(), torch.zeros_like(rows.passes)
     revises = verify or remask_below > 0
@@ -163,7 +168,7 @@ def decode(
             tokens=rows.tokens,
             logits=logits,
             stats=stats,
-            sampled=temperature == 1 and top_k is None and top_p == 1,
+            sampled=as_they_are,
             attention=attention,
             seeds=rows.seeds,
             sequences=rows.sequence,
@@ -173,7 +178,7 @@ def decode(
             notes=notes,
         )
         selected, spent = policy.select(stats, hidden, mask, step)
-        selected = _checked_selection(policy, selected, mask, rows, index)
+        selected = checked_selection(policy, selected, mask, step)
         written = draw(eyes.vocabulary, logits, stats, selected, rows, index)
         left = rows.masked & ~selected
         rows = replace(rows, passes=rows.passes + 1)
@@ -360,10 +365,12 @@ def _up_to_the_stop(
 ) -> tuple[Tensor, Tensor]:
     """What the first stop token among the decoded makes final, itself included: ([R, N] bool, tokens so filled)."""
     is_stop = torch.isin(tokens, stops) & decoded
+    stopped = is_stop.any(dim=-1, keepdim=True)
     first = is_stop.int().argmax(dim=-1, keepdim=True)
-    stop = tokens.gather(-1, first)
+    # Where nothing stops, the first token may be a mask token that the vocabulary does not have.
+    stop = torch.where(stopped, tokens.gather(-1, first), stops[0])
     position = torch.arange(tokens.shape[1], device=tokens.device)
-    final = rows.asked & (position >= first) & is_stop.any(dim=-1, keepdim=True)
+    final = rows.asked & (position >= first) & stopped
     if vocabulary.allowed is not None:
         final &= vocabulary.allowed[rows.sequence.unsqueeze(-1), position, stop]
     return final, torch.where(final, stop, tokens)
@@ -391,28 +398,13 @@ def _check_batch(tokens: Tensor, attention_mask: Tensor | None) -> None:
 
 
 def _check_numbers(temperature: float, top_p: float, remask_below: float) -> None:
+    given: dict[str, object] = {"temperature": temperature, "top_p": top_p, "remask_below": remask_below}
+    for name, value in given.items():
+        if not isinstance(value, Real):
+            raise TypeError(f"decode: {name} must be a number, got {check.describe(value)}")
     if not 0 <= temperature < torch.inf:
         raise ValueError(f"decode: temperature must be a finite number >= 0, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"decode: top_p must lie in (0, 1], got {top_p}")
     if not 0 <= remask_below <= 1:
         raise ValueError(f"decode: remask_below must be a probability, got {remask_below}")
-
-
-def _checked_selection(policy: Policy, selected: Tensor, mask: Tensor, rows: _Rows, index: int) -> Tensor:
-    """The selection without what is not masked.
-
-    Raises:
-        ValueError: if it is of another kind or leaves a sequence without progress.
-    """
-    if selected.shape != mask.shape or selected.dtype != torch.bool:
-        raise ValueError(
-            f"decode: the policy {policy!r} must select {tuple(mask.shape)} bool, "
-            f"got shape {tuple(selected.shape)} {selected.dtype}"
-        )
-    selected = selected & mask
-    progress = selected.any(dim=-1)
-    if not bool(progress.all()):
-        stuck = int(rows.sequence[~progress][0])
-        raise ValueError(f"decode: the policy {policy!r} took no position of sequence {stuck} in pass {index}")
-    return selected

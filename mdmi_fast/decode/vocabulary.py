@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,23 @@ from mdmi_fast.ops import _checks as check
 
 _TILE = 1 << 20
 """Logits that are copied at a time: memory does not grow with the model's answer."""
+
+
+def checked_tokens(name: str, tokens: Sequence[int], size: int) -> list[int]:
+    """An argument of `decode` that names tokens.
+
+    Raises:
+        TypeError: for what is no sequence of integers; a float is not cut to one.
+        ValueError: for tokens outside of the vocabulary of that size.
+    """
+    try:
+        found = [operator.index(token) for token in tokens]
+    except TypeError:
+        raise TypeError(f"decode: {name} must be a sequence of tokens, which are integers, got {tokens!r}") from None
+    for token in found:
+        if not 0 <= token < size:
+            raise ValueError(f"decode: {name} must be tokens in 0..{size - 1}, got {token}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -31,15 +49,13 @@ class Vocabulary:
 
     @classmethod
     def of(cls, model: MaskedModel, tokens: Tensor, suppressed: Sequence[int], allowed: Tensor | None) -> Vocabulary:
-        """The arguments of `decode`, checked; the mask token is suppressed with the rest.
+        """The arguments of `decode`, of which `suppressed` has been checked; the mask token is suppressed with the rest.
 
         Raises:
-            ValueError: for tokens outside of the vocabulary, or a set that does not fit to tokens [B, N].
+            TypeError: for a set of another kind.
+            ValueError: for a set that does not fit to tokens [B, N].
         """
         size = model.vocab_size
-        for token in suppressed:
-            if not 0 <= token < size:
-                raise ValueError(f"decode: suppressed must be tokens in 0..{size - 1}, got {token}")
         ruled_out = {int(token) for token in getattr(model, "never", ())}
         left = {token for token in (model.mask_token_id, *suppressed) if token < size} - ruled_out
         if allowed is not None:

@@ -31,13 +31,16 @@ class Memory(dict[Hashable, tuple[Tensor, ...]]):
 class Step(int):
     """The number of a pass, with what a few policies want to know besides. A plain int will do for most.
 
+    Takes tensors, numpy arrays and DLPack objects, and holds tensors.
+
     Attributes:
         model: the model being decoded (for probing).
         tokens: [B, N] int64, the state of the pass (for probing).
         logits: [B, N, V], what the model said (for `Stability`); None where `reads_stats_only`, if the model can do without.
         stats: of the logits, every field [B, N] (for estimators that read the marginals).
         attention: [B, N, N], attention between positions (for `AttentionGraph`).
-        sampled: whether tokens are drawn from softmax(logits) as it is: temperature 1, no top_k, no top_p.
+        sampled: whether tokens are drawn from softmax(logits) as it is: temperature 1, no top_k, no top_p, and nothing
+            suppressed or left out of an allowed set.
         seeds: [B] int64, one a sequence (for randomness that does not depend on the batch).
         sequences: [B] int64, which sequences of a decode these are (for limits given per sequence).
         count: how many sequences the decode has.
@@ -65,23 +68,31 @@ class Step(int):
         index: int,
         *,
         model: MaskedModel | None = None,
-        tokens: Tensor | None = None,
-        logits: Tensor | None = None,
+        tokens: Any = None,
+        logits: Any = None,
         stats: TokenStats | None = None,
         sampled: bool = False,
-        attention: Tensor | None = None,
-        seeds: Tensor | None = None,
-        sequences: Tensor | None = None,
+        attention: Any = None,
+        seeds: Any = None,
+        sequences: Any = None,
         count: int | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Any = None,
         memory: Memory | None = None,
         notes: dict[str, Tensor] | None = None,
     ) -> Step:
         step = super().__new__(cls, index)
-        step.model, step.tokens, step.attention = model, tokens, attention
-        step.logits, step.stats, step.sampled = logits, stats, sampled
-        step.seeds, step.sequences, step.count, step.attention_mask = seeds, sequences, count, attention_mask
+        step.model, step.stats, step.sampled, step.count = model, stats, sampled, count
         step.memory, step.notes = memory, notes
+        arrays = {
+            "tokens": tokens,
+            "logits": logits,
+            "attention": attention,
+            "seeds": seeds,
+            "sequences": sequences,
+            "attention_mask": attention_mask,
+        }
+        for name, array in arrays.items():
+            setattr(step, name, None if array is None else _tensor("Step", name, array))
         return step
 
     @classmethod
@@ -139,16 +150,7 @@ class Rule(ABC):
             TypeError: for what is no array.
             ValueError: for shapes that do not fit, or if what the rule looks at is NaN at a masked position.
         """
-        mask = as_tensor(mask)
-        if mask.ndim != 2 or mask.dtype != torch.bool:
-            raise ValueError(f"{self._name}: mask must be [B, N] bool, got shape {tuple(mask.shape)} {mask.dtype}")
-        fields = {name: as_tensor(field) for name, field in stats._asdict().items()}
-        for name, field in fields.items():
-            if field.shape != mask.shape:
-                raise ValueError(
-                    f"{self._name}: stats.{name} must be {tuple(mask.shape)} like mask, got {tuple(field.shape)}"
-                )
-        return self._choose(TokenStats(**fields), None if hidden is None else as_tensor(hidden), mask, step)
+        return self._choose(*checked_pass(self._name, stats, hidden, mask), step)
 
     @abstractmethod
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
@@ -170,6 +172,67 @@ class Rule(ABC):
         return value
 
 
+def checked_policy(owner: str, policy: Any) -> None:
+    """Refuse what is no policy: the text or the class of one is taken for it easily.
+
+    Raises:
+        TypeError: it has no method `select` to call.
+    """
+    if isinstance(policy, type) or not callable(getattr(policy, "select", None)):
+        raise TypeError(
+            f"{owner}: policy must be an object with a method select, such as TopK(4) or parse_policy('topk:4'), "
+            f"got {policy!r}"
+        )
+
+
+def checked_pass(owner: str, stats: Any, hidden: Any, mask: Any) -> tuple[TokenStats, Tensor | None, Tensor]:
+    """What `Policy.select` is handed, as tensors: (stats, hidden, mask).
+
+    Raises:
+        TypeError: for what is no array, naming it.
+        ValueError: for shapes that do not fit.
+    """
+    mask = _tensor(owner, "mask", mask)
+    if mask.ndim != 2 or mask.dtype != torch.bool:
+        raise ValueError(f"{owner}: mask must be [B, N] bool, got shape {tuple(mask.shape)} {mask.dtype}")
+    if not hasattr(stats, "_asdict"):
+        raise TypeError(f"{owner}: stats must be TokenStats, got {type(stats).__name__}")
+    fields = {name: _tensor(owner, f"stats.{name}", field) for name, field in stats._asdict().items()}
+    for name, field in fields.items():
+        if field.shape != mask.shape:
+            raise ValueError(f"{owner}: stats.{name} must be {tuple(mask.shape)} like mask, got {tuple(field.shape)}")
+    return TokenStats(**fields), None if hidden is None else _tensor(owner, "hidden", hidden), mask
+
+
+def checked_selection(policy: Policy, selected: Tensor, mask: Tensor, step: int) -> Tensor:
+    """The selection of a pass without what is not masked.
+
+    Raises:
+        ValueError: if it is of another kind, or takes nothing of a sequence that has something masked.
+    """
+    if selected.shape != mask.shape or selected.dtype != torch.bool:
+        raise ValueError(
+            f"decode: the policy {policy!r} must select {tuple(mask.shape)} bool, "
+            f"got shape {tuple(selected.shape)} {selected.dtype}"
+        )
+    selected = selected & mask
+    stuck = mask.any(dim=-1) & ~selected.any(dim=-1)
+    if bool(stuck.any()):
+        row = int(stuck.nonzero()[0])
+        sequences = getattr(step, "sequences", None)
+        number = row if sequences is None else int(sequences[row])
+        raise ValueError(f"decode: the policy {policy!r} took no position of sequence {number} in pass {int(step)}")
+    return selected
+
+
+def _tensor(owner: str, name: str, array: Any) -> Tensor:
+    """`as_tensor`, naming the argument in its error."""
+    try:
+        return as_tensor(array)
+    except TypeError as error:
+        raise TypeError(f"{owner}: {name}: {error}") from None
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A limit that moves with the share r of the positions that is still masked: end + (start - end) r.
@@ -181,6 +244,7 @@ class Schedule:
         end: when nothing is; finite, at least 0.
 
     Raises:
+        TypeError: for an end that is no number; it is named.
         ValueError: naming the end that is out of range.
 
     Example:
@@ -194,8 +258,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name, value in (("start", self.start), ("end", self.end)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"Schedule: {name} must be a finite number of at least 0, got {value}")
+            if at_least("Schedule", name, value, 0.0) == math.inf:
+                raise ValueError(f"Schedule: {name} must be a finite number, got {value}")
 
     def at(self, mask: Tensor, step: int) -> Tensor:
         """[B] float64, the limit of every sequence; padding is no position."""
@@ -327,7 +391,7 @@ def at_least(owner: str, name: str, value: float, low: float) -> float:
         TypeError: for what is no number, naming the policy and the argument like the rest.
         ValueError: for NaN, or less.
     """
-    if not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{owner}: {name} must be a number, got {check.describe(value)}")
     if not value >= low:
         raise ValueError(f"{owner}: {name} must be at least {low}, got {value}")

@@ -41,6 +41,10 @@ class Stability(Rule):
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
         logits: Tensor = self._of_step(step, "logits")
         memory: Memory = self._of_step(step, "memory")
+        if logits.ndim != 3 or logits.shape[:2] != mask.shape:
+            raise ValueError(
+                f"Stability: step.logits must be [B, N, V] with [B, N] = {tuple(mask.shape)}, got {check.describe(logits)}"
+            )
         settled = torch.zeros_like(mask)
         if self in memory:
             settled = ops.kl_divergence(logits, *memory[self]) <= self.kl
@@ -83,6 +87,11 @@ class AttentionGraph(Rule):
             raise ValueError(
                 "AttentionGraph: step must be a Step with attention; models of transformers show theirs when loaded with "
                 'attention="eager"'
+            )
+        if attention.shape != (*mask.shape, mask.shape[1]):
+            raise ValueError(
+                f"AttentionGraph: step.attention must be [B, N, N] = {(*mask.shape, mask.shape[1])}, averaged over heads "
+                f"and layers, got {check.describe(attention)}"
             )
         weight = (attention + attention.transpose(-1, -2)) / 2
         pairs = mask.unsqueeze(-1) & mask.unsqueeze(-2)

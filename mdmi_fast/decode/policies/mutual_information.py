@@ -48,8 +48,11 @@ def pairwise_mi(source: MISource, hidden: Tensor | None, mask: Tensor, step: int
     """[B, N, N] nats from any kind of source.
 
     Raises:
+        TypeError: for what is no source.
         ValueError: if there is no hidden state to ask it about.
     """
+    if isinstance(source, type) or not callable(source):
+        raise TypeError(f"policy: mi must be an estimator, Probing() or another callable, got {source!r}")
     if hidden is None:
         raise ValueError("policy: hidden must be [B, N, D] for mutual information, got None")
     if getattr(source, "needs_step", False):
