@@ -33,7 +33,7 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def cache_folder() -> Path:
-    """Where fetched models and trained estimators lie: MDMI_CACHE, or else in the user's cache folder.
+    """Where fetched models, trained estimators and kept answers lie: MDMI_CACHE, or else in the user's cache folder.
 
     Raises:
         ImportError: without platformdirs, if MDMI_CACHE does not name a folder.
@@ -45,6 +45,7 @@ def cache_folder() -> Path:
         from platformdirs import user_cache_path
     except ImportError:
         raise ImportError(
-            "the user's cache folder needs platformdirs: pip install platformdirs, or name a folder in MDMI_CACHE"
+            "the user's cache folder needs platformdirs: pip install platformdirs, or name a folder in MDMI_CACHE",
+            name="platformdirs",
         ) from None
     return user_cache_path("mdmi_fast")

@@ -289,6 +289,17 @@ def test_what_does_not_depend_on_the_context_alone_is_refused() -> None:
         CachedMI(Probing(), model, cache)(torch.zeros(1, 4, 1), STATES[:1] == 3, 0)
 
 
+def test_the_default_folder_is_below_the_cache_folder_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MDMI_CACHE", str(tmp_path))
+    assert DiskStore().folder == tmp_path / "mi"
+    monkeypatch.delenv("MDMI_CACHE")
+    monkeypatch.setitem(sys.modules, "platformdirs", None)
+    with pytest.raises(UnsupportedError, match=r"platformdirs is not installed: pip install 'mdmi-fast\[cache\]'"):
+        DiskStore()
+
+
 @pytest.mark.parametrize("package", ["filelock", "redis"])
 def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)

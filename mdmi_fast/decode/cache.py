@@ -36,7 +36,7 @@ from mdmi_fast.decode.policies.mutual_information import (
     pairwise_mi,
 )
 from mdmi_fast.errors import UnsupportedError
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import cache_folder, replace_file
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import describe_model, identity
 from mdmi_fast.ops import Selection, TokenStats
@@ -104,11 +104,11 @@ class DiskStore:
     the files longest unused until fifteen sixteenths are left: so P processes hold at most max_bytes (15 + P) / 16.
 
     Args:
-        folder: made if it does not exist; None: the user's cache folder.
+        folder: made if it does not exist; None: `mi` in MDMI_CACHE, or else in the user's cache folder.
         max_bytes: of all files together.
 
     Raises:
-        UnsupportedError: filelock or platformdirs is not installed.
+        UnsupportedError: filelock, or platformdirs where the folder is not named, is not installed.
     """
 
     name = "disk"
@@ -117,10 +117,10 @@ class DiskStore:
         self.max_bytes = _at_least_one("DiskStore", "max_bytes", max_bytes)
         try:
             import filelock
-            import platformdirs
+
+            self.folder = cache_folder() / "mi" if folder is None else Path(folder)
         except ImportError as error:
             raise _missing_extra(error, "DiskStore") from None
-        self.folder = Path(folder) if folder is not None else platformdirs.user_cache_path("mdmi_fast") / "mi"
         self._lock = filelock.FileLock(self.folder / ".lock", timeout=0)
         self._busy = filelock.Timeout
         self._unchecked = self.max_bytes  # so the first write looks at what is already there

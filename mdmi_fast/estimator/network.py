@@ -603,7 +603,8 @@ def has_estimator(model: str) -> bool:
 
 
 def own_folder(model: str) -> Path:
-    """Where the estimator of a model is put that ships none. Options in the name make no other model.
+    """Where the estimator of a model is put that ships none: one place whatever options follow the name. Those that give
+    other weights or states (dtype, layers) make another model, for which `check_model` refuses it.
 
     Raises:
         ImportError: without platformdirs.
