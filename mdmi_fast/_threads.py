@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 _threads: int | None = None
@@ -39,3 +42,19 @@ def set_num_threads(n: int) -> None:
 def get_num_threads() -> int:
     """The number last set, else torch's own (`torch.get_num_threads()`)."""
     return torch.get_num_threads() if _threads is None else _threads
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch compute with one thread, the C++ backend with as many as before: torch's sums depend on the number, ours
+    do not.
+    """
+    global _threads
+    torch_threads, own = torch.get_num_threads(), _threads
+    _threads = get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(torch_threads)
+        _threads = own

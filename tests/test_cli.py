@@ -476,6 +476,7 @@ def test_an_estimator_trained_without_a_folder_is_found_by_the_name_of_its_model
     assert load_estimator("hf:some/thing").trained_on is not None
 
 
+@pytest.mark.arithmetic
 def test_a_killed_training_goes_on_when_the_command_is_given_again(run: Run, trained: Path, tmp_path: Path) -> None:
     train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--epochs", 9, "--patience", 9)
     killed = subprocess.Popen(
@@ -512,11 +513,12 @@ def test_missing_labels_are_named(run: Run, tmp_path: Path, command: str) -> Non
     assert err == f"mdmi-fast {command}: {tmp_path / 'none'}: holds no labels (labels.json is missing)\n"
 
 
+@pytest.mark.arithmetic
 def test_two_processes_train_what_one_trains(
     run: Run, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As under torchrun, which sets these variables. Of 11 states in batches of 2 the last leaves one process idle."""
-    train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--epochs", 2, "--batch-size", 2, "--out")
+    """As under torchrun, which sets these variables. Of 11 states in batches of 3 every batch leaves one process idle."""
+    train = ("train", "--labels", trained / "labels", "--model", "sudoku", "--epochs", 2, "--batch-size", 3, "--out")
     assert run(*train, tmp_path / "alone")[0] == 0
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -534,9 +536,8 @@ def test_two_processes_train_what_one_trains(
     assert (code, second.returncode) == (0, 0)
     assert text.splitlines()[2].split()[0] == "0"
     assert out == b""  # one process speaks
-    alone, both = (load_file(tmp_path / name / "estimator.safetensors") for name in ("alone", "both"))
-    for name, weight in alone.items():
-        torch.testing.assert_close(both[name], weight, rtol=0, atol=1e-4)  # AdamW's steps magnify rounding
+    for name in ("estimator.json", "estimator.safetensors"):
+        assert (tmp_path / "alone" / name).read_bytes() == (tmp_path / "both" / name).read_bytes()
 
 
 # --- decode

@@ -66,6 +66,31 @@ class Remembering:
         return MaskedOutput(torch.zeros(*tokens.shape, 2), torch.stack([self.known[tuple(s)] for s in tokens.tolist()]))
 
 
+class Reader:
+    """A model whose answers are a product of torch; states of one length with labels of no meaning."""
+
+    mask_token_id, vocab_size = 4, 5
+
+    def __init__(self, length: int, width: int) -> None:
+        self.length, self.hidden_size = length, width
+        generator = torch.Generator().manual_seed(5)
+        self.table = torch.randn(5 * length, 96, generator=generator)
+        self.layer = torch.randn(96, width, generator=generator) / 10
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        hidden = self.table[tokens + 5 * torch.arange(tokens.shape[1])] @ self.layer
+        logits = hidden[..., :5].clone()
+        logits[..., 4] = -torch.inf
+        return MaskedOutput(logits, hidden)
+
+    def labelled(self, seed: int) -> Example:
+        generator = torch.Generator().manual_seed(seed)
+        positions = torch.randperm(self.length, generator=generator)[: 40 - seed].sort().values
+        tokens = torch.randint(4, (self.length,), generator=generator).index_fill(0, positions, 4)
+        pairs = torch.combinations(positions)
+        return Example(tokens, positions, pairs, torch.rand(len(pairs), generator=generator).pow(3), None)
+
+
 def student(model: JointTable | Remembering) -> PairwiseMIEstimator:
     torch.manual_seed(0)
     return PairwiseMIEstimator(model.hidden_size, layers=(32, 16), combine="interaction", rank=32)
@@ -182,13 +207,57 @@ def test_hidden_states_that_were_kept_are_read_instead_of_the_model(taught: tupl
     states = examples(labels)[-3:]
     kept = [state._replace(hidden=model(state.tokens[None]).hidden[0, state.positions]) for state in states]
     asked = read_batch(states, model, torch.device("cpu"))
-    read = read_batch(kept, Blank(), torch.device("cpu"), kept=True)
+    read = read_batch(kept, Blank(), torch.device("cpu"), needs_stats=False)
     assert read.stats is None
     assert read.hidden.equal(asked.hidden.masked_fill(~asked.mask.unsqueeze(-1), 0.0))
     trained, _ = train_estimator(student(model), model, states, epochs=1, held_out=0.34)
     again, _ = train_estimator(student(model), model, kept, epochs=1, held_out=0.34)
     for a, b in zip(trained.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.arithmetic
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layers": (96, 48)},
+        {"layers": (64,), "combine": "interaction", "rank": 24, "marginals": "summary", "output": "bounded"},
+        {"layers": (64,), "combine": "product", "weighted_layers": 2},
+    ],
+    ids=["concat", "interaction", "weighted layers"],
+)
+def test_training_gives_the_same_bits_with_any_number_of_threads(options: dict[str, Any]) -> None:
+    """Sizes at which torch's own products and sums do depend on the number of threads."""
+    model = Reader(length=300, width=512)
+    states = [model.labelled(seed) for seed in range(6)]
+    weights = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            torch.manual_seed(0)
+            estimator = PairwiseMIEstimator(512, **options)
+            train_estimator(estimator, model, states, epochs=2, batch_size=4, held_out=0.2)
+            assert torch.get_num_threads() == threads
+            weights.append(torch.cat([weight.detach().flatten() for weight in estimator.parameters()]))
+    finally:
+        torch.set_num_threads(before)
+    assert weights[0].equal(weights[1])
+    assert weights[0].equal(weights[2])
+
+
+def test_the_model_is_asked_once_about_a_state(taught: tuple[JointTable, LabelSet]) -> None:
+    model, labels = taught
+    asked: list[tuple[int, ...]] = []
+
+    class Counted(JointTable):
+        def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+            asked.extend(map(tuple, tokens.tolist()))
+            return super().__call__(tokens, attention_mask)
+
+    states = examples(labels)[-12:]
+    train_estimator(student(model), Counted(model.joint), states, epochs=3, held_out=0.25)
+    assert sorted(asked) == sorted(tuple(state.tokens.tolist()) for state in states)
 
 
 def test_loss_by_hand() -> None:
@@ -325,33 +394,40 @@ def test_widths_that_differ_are_refused_with_both(taught: tuple[JointTable, Labe
 # --- interruption, several processes, refinement
 
 
-class Interrupting(Remembering):
-    """Stops answering after some calls, as a killed process does."""
+class Interrupted(PairwiseMIEstimator):
+    """Stops after some calls, as a killed process does."""
 
-    _left = 0
+    left = 0
 
-    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
-        self._left -= 1
-        if self._left == 0:
+    def forward(self, hidden: Tensor, mask: Tensor, stats: Any = None) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
             raise KeyboardInterrupt
-        return super().__call__(tokens, attention_mask)
+        return super().forward(hidden, mask, stats)
 
 
-@pytest.mark.parametrize("calls", [1, 14, 28])
+@pytest.mark.parametrize("epochs_before", [0.0, 1.5, 3.0])
 def test_an_interrupted_training_ends_like_an_uninterrupted_one(
-    taught: tuple[JointTable, LabelSet], tmp_path: Path, calls: int
+    taught: tuple[JointTable, LabelSet], tmp_path: Path, epochs_before: float
 ) -> None:
     model, labels = taught
-    quick = Interrupting(model, labels.tokens)  # an epoch is 8 steps and a judgement
+    quick = Remembering(model, labels.tokens)
+
+    def student(calls: int = 0) -> Interrupted:
+        torch.manual_seed(0)
+        estimator = Interrupted(quick.hidden_size, layers=(32, 16), combine="interaction", rank=32)
+        estimator.left = calls
+        return estimator
+
     options: dict[str, Any] = {"epochs": 4, "learning_rate": 1e-2, "checkpoint": tmp_path / "a" / "c.pt"}
-    whole, report = train_estimator(student(quick), quick, labels, **options | {"checkpoint": None})
-    quick._left = calls
+    whole, report = train_estimator(student(), quick, labels, **options | {"checkpoint": None})
+    an_epoch = (-whole.left - 1) // 4  # and one judgement more at the end
     with pytest.raises(KeyboardInterrupt):
-        train_estimator(student(quick), quick, labels, **options)
-    assert options["checkpoint"].exists() == (calls > 9)
+        train_estimator(student(1 + int(epochs_before * an_epoch)), quick, labels, **options)
+    assert options["checkpoint"].exists() == (epochs_before >= 1)
     epochs: list[TrainingProgress] = []
-    resumed, again = train_estimator(student(quick), quick, labels, **options, on_epoch=epochs.append)
-    assert [e.epoch for e in epochs] == [*range((calls - 1) // 9, 4)]
+    resumed, again = train_estimator(student(), quick, labels, **options, on_epoch=epochs.append)
+    assert [e.epoch for e in epochs] == [*range(int(epochs_before), 4)]
     assert repr(report) == repr(again)  # NaN where a bin is empty
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert a.equal(b)

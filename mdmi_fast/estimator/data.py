@@ -24,6 +24,7 @@ class Example(NamedTuple):
         pairs: [Q, 2] int64, i < j, the masked pairs that have a label.
         mi: [Q] float32, nats.
         hidden: [M, D], the hidden states of the masked positions where they were kept.
+        stats: of the marginals of the masked positions, every field [M], where they were kept.
     """
 
     tokens: Tensor
@@ -31,6 +32,11 @@ class Example(NamedTuple):
     pairs: Tensor
     mi: Tensor
     hidden: Tensor | None
+    stats: ops.TokenStats | None = None
+
+    def is_answered(self, needs_stats: bool) -> bool:
+        """Whether an estimator can be asked about this state without asking the model first."""
+        return self.hidden is not None and (self.stats is not None or not needs_stats)
 
 
 Labels = LabelSet | Sequence[Example]
@@ -90,14 +96,16 @@ def examples(labels: Labels) -> Sequence[Example]:
 
 
 @torch.no_grad()
-def read_batch(states: Sequence[Example], model: MaskedModel, device: torch.device, *, kept: bool = False) -> Batch:
-    """Put some states into one batch, and run the model on them.
+def read_batch(
+    states: Sequence[Example], model: MaskedModel, device: torch.device, *, needs_stats: bool = True
+) -> Batch:
+    """Put some states into one batch; run the model on them unless all bring its answers with them.
 
     Args:
         states: of any lengths.
         model: whose labels they are.
         device: of the model, and of everything that comes back.
-        kept: leave the model alone: all states bring their hidden states.
+        needs_stats: whether the statistics of the marginals will be read.
     """
     lengths = torch.tensor([len(state.tokens) for state in states])
     size = len(states), int(lengths.max())
@@ -108,8 +116,9 @@ def read_batch(states: Sequence[Example], model: MaskedModel, device: torch.devi
         mask[row, state.positions] = True
         mi[row, first, second] = mi[row, second, first] = state.mi
         pairs[row, first, second] = pairs[row, second, first] = True
-    if kept:
-        hidden, stats = _kept_hidden(states, size).to(device), None
+    if all(state.is_answered(needs_stats) for state in states):
+        hidden, stats = _kept_answers(states, size)
+        hidden, stats = hidden.to(device), stats and ops.TokenStats(*(field.to(device) for field in stats))
     else:
         tokens = pad_sequence([state.tokens for state in states], batch_first=True).to(device)
         visible = torch.arange(size[1]) < lengths.unsqueeze(1)
@@ -118,13 +127,45 @@ def read_batch(states: Sequence[Example], model: MaskedModel, device: torch.devi
     return Batch(hidden, stats, *(field.to(device) for field in (mask, mi, pairs, mask.sum(1) / lengths)))
 
 
-def _kept_hidden(states: Sequence[Example], size: tuple[int, int]) -> Tensor:
-    """[B, N, D], 0 where not masked."""
-    rows = [state.hidden for state in states if state.hidden is not None]
-    hidden = rows[0].new_zeros(*size, rows[0].shape[1])
-    for row, (state, own) in enumerate(zip(states, rows, strict=True)):
-        hidden[row, state.positions] = own
-    return hidden
+def _kept_answers(states: Sequence[Example], size: tuple[int, int]) -> tuple[Tensor, ops.TokenStats | None]:
+    """Hidden states [B, N, D] and statistics [B, N], 0 where not masked; no statistics where one state has none."""
+
+    def spread(rows: list[Tensor]) -> Tensor:
+        whole = rows[0].new_zeros(*size, *rows[0].shape[1:])
+        for row, (state, own) in enumerate(zip(states, rows, strict=True)):
+            whole[row, state.positions] = own
+        return whole
+
+    hidden = spread([state.hidden for state in states if state.hidden is not None])
+    kept = [state.stats for state in states if state.stats is not None]
+    if len(kept) < len(states):
+        return hidden, None
+    return hidden, ops.TokenStats(*(spread(list(fields)) for fields in zip(*kept, strict=True)))
+
+
+def ask_once(
+    states: Sequence[Example], model: MaskedModel, device: torch.device, *, needs_stats: bool, memory: int = 1 << 30
+) -> list[Example]:
+    """The states with the model's answers at their masked positions, so that no epoch has to ask it again.
+
+    Args:
+        states: of any lengths.
+        model: whose labels they are.
+        device: of the model.
+        needs_stats: whether the statistics of the marginals will be read.
+        memory: bytes that may be kept; states beyond them come back as they are.
+    """
+    found = []
+    for state in states:
+        if memory > 0 and not state.is_answered(needs_stats):
+            batch = read_batch([state], model, device)
+            assert batch.stats is not None
+            hidden = batch.hidden[0].cpu()[state.positions]
+            stats = ops.TokenStats(*(field[0].cpu()[state.positions] for field in batch.stats))
+            memory -= sum(field.nbytes for field in (hidden, *stats))
+            state = state._replace(hidden=hidden, stats=stats)
+        found.append(state)
+    return found
 
 
 def split_states(states: Sequence[Example], held_out: float, seed: int) -> tuple[Sequence[Example], Sequence[Example]]:

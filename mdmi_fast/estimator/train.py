@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mdmi_fast.estimator.data import Example, Labels, examples, read_batch, split_states
+from mdmi_fast._threads import one_torch_thread
+from mdmi_fast.estimator.data import Example, Labels, ask_once, examples, read_batch, split_states
 from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
 from mdmi_fast.estimator.network import E, PairScorer
 from mdmi_fast.files import replace_file
@@ -22,6 +23,9 @@ from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import describe_model, identity
 
 Transform = Literal["root", "none", "log"]
+_PARTS = 8
+"""Parts of a batch whose gradients are added in order: as many processes can share a batch, and no sum depends on how many
+do."""
 
 
 class TrainingProgress(NamedTuple):
@@ -89,6 +93,7 @@ class PairLoss:
         return (x.clamp(min=0) + 0.01).log() if self.transform == "log" else x
 
 
+@one_torch_thread()
 def train_estimator(
     estimator: E,
     model: MaskedModel,
@@ -113,14 +118,16 @@ def train_estimator(
     The loss is `PairLoss`, where negative labels count as 0 unless the estimator's output is "identity"; the best epoch
     is that of the highest held-out correlation. An estimator that was never trained (`trained_on` is None) begins at the
     constant nearest to the labels; one that was goes on from its weights (refinement, row S7). On a GPU the dense layers
-    multiply in bfloat16. Under torchrun every process takes its share of each batch; what comes out is the same for any
-    number of processes up to rounding.
+    multiply in bfloat16. Under torchrun the processes share the work of every batch, up to eight of them.
+
+    On a CPU the weights that come out are the same bytes for any number of threads and processes, however often training
+    was interrupted, provided the model answers a state the same every time.
 
     Args:
         estimator: trained in place, on the device of its weights; `trained_on` is set to the model.
         model: whose hidden states the labels belong to, on the same device.
-        labels: of states of this model: a `LabelSet`, or the list that `read_examples` gives, of any lengths. Where all
-            bring their hidden states, the model is not asked in training.
+        labels: of states of this model: a `LabelSet`, or the list that `read_examples` gives, of any lengths. The model
+            is asked once about states that do not bring their hidden states (in every epoch beyond 1 GiB of answers).
         old: labels of before the model moved; as many as there are new ones are mixed into every epoch, drawn anew, so that
             what was learned is not forgotten. Never judged on.
         epochs: most passes over the states; the rate falls to 0 along a cosine.
@@ -157,7 +164,6 @@ def train_estimator(
     train, judge = split_states(states, held_out, seed)
     steps = -(-len(_order(len(train), len(old_states), seed, 0)) // batch_size)
     trainer = _Trainer(estimator, model, loss, learning_rate, weight_decay, epochs * steps)
-    kept = not estimator.needs_stats and all(state.hidden is not None for state in (*states, *old_states))
     settings = {
         "estimator": estimator.configuration(),
         "start": describe_model(estimator)["weights"],
@@ -177,12 +183,15 @@ def train_estimator(
         mi = torch.cat([state.mi for state in train])
         estimator.begin_at(loss.constant(mi if estimator.output == "identity" else mi.clamp(min=0)))
     run = _Run(estimator, trainer.optimizer, None if checkpoint is None else Path(checkpoint), settings)
+    train, judge, old_states = (
+        ask_once(part, model, trainer.device, needs_stats=estimator.needs_stats) for part in (train, judge, old_states)
+    )
     while run.epoch < epochs and run.epoch - run.best_epoch <= patience:
         total = 0.0
         order = _order(len(train), len(old_states), seed, run.epoch)
         for index, chosen in enumerate(order.split(batch_size)):
             batch = [train[n] if n < len(train) else old_states[n - len(train)] for n in chosen.tolist()]
-            total += trainer.step(batch, run.epoch * steps + index, kept=kept)
+            total += trainer.step(batch, run.epoch * steps + index)
         if not math.isfinite(total):
             raise ValueError(
                 f"train_estimator: the loss of epoch {run.epoch} is {total}; lower learning_rate, or look for hidden "
@@ -209,7 +218,7 @@ def _check_labels(name: str, states: Sequence[Example], hidden_size: int) -> Non
 
 
 class _Trainer:
-    """Takes steps: gradients over this process's share of a batch, averaged over all processes."""
+    """Takes steps whose gradient is a sum in a fixed order, whichever process computes which part of it."""
 
     def __init__(
         self,
@@ -222,35 +231,49 @@ class _Trainer:
     ) -> None:
         self.estimator, self.model, self.loss = estimator, model, loss
         self.learning_rate, self.total_steps = learning_rate, total_steps
-        self.optimizer = torch.optim.AdamW(estimator.parameters(), lr=learning_rate, weight_decay=weight_decay)
+        self.parameters = [weight for weight in estimator.parameters() if weight.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, weight_decay=weight_decay)
         self.device = next(estimator.parameters()).device
         estimator.precision = "bf16" if self.device.type == "cuda" else None
-        self.network: nn.Module = estimator
         if _world() > 1:
-            self.network = nn.parallel.DistributedDataParallel(estimator)
+            for weight in estimator.state_dict().values():
+                dist.broadcast(weight, src=0)
 
-    def step(self, states: Sequence[Example], number: int, *, kept: bool) -> float:
+    def step(self, states: Sequence[Example], number: int) -> float:
         """One step on some states; returns the loss over all of their pairs."""
         self.estimator.train()
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * 0.5 * (1 + math.cos(math.pi * number / self.total_steps))
-        share = states[_rank() :: _world()]
-        # A process without a state of its own takes part with the first one, which counts nothing.
-        batch = read_batch(share or states[:1], self.model, self.device, kept=kept)
-        pairs = batch.pairs & (len(share) > 0)
-        predicted = self.network(batch.hidden, batch.mask, batch.stats)
+        count = max(2 * sum(len(state.mi) for state in states), 1)
+        size = -(-len(states) // _PARTS)
+        parts = [states[first : first + size] for first in range(0, len(states), size)]
+        gradient = torch.zeros(
+            sum(weight.numel() for weight in self.parameters) + 1, dtype=self.parameters[0].dtype, device=self.device
+        )
+        # One part a process and round; a process whose part does not exist waits for the others.
+        for first in range(0, len(parts), _world()):
+            own = first + _rank()
+            found = self._part(parts[own], count) if own < len(parts) else torch.zeros_like(gradient)
+            for part in _from_all(found)[: len(parts) - first]:
+                gradient += part
+        loss, *gradients = gradient.split([1, *(weight.numel() for weight in self.parameters)])
+        for weight, own_gradient in zip(self.parameters, gradients, strict=True):
+            weight.grad = own_gradient.view_as(weight)
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        return float(loss)
+
+    def _part(self, states: Sequence[Example], count: int) -> Tensor:
+        """What some states add to the mean over `count` pairs: the loss, then the gradient, [1 + parameters] float32."""
+        batch = read_batch(states, self.model, self.device, needs_stats=self.estimator.needs_stats)
+        predicted = self.estimator(batch.hidden, batch.mask, batch.stats)
         # What an output cannot reach must not weigh more the further away it is.
         mi = batch.mi if self.estimator.output == "identity" else batch.mi.clamp(min=0)
-        sums = torch.stack([self.loss.total(predicted, mi, pairs), pairs.sum()])
-        everywhere = sums.detach().clone()
-        if _world() > 1:
-            dist.all_reduce(everywhere)
-        total, count = everywhere.tolist()
-        self.optimizer.zero_grad()
-        (sums[0] * _world() / max(count, 1)).backward()  # averaging over processes divides by their number
-        nn.utils.clip_grad_norm_(self.estimator.parameters(), 1.0)
-        self.optimizer.step()
-        return total / max(count, 1)  # type: ignore[no-any-return]
+        loss = self.loss.total(predicted, mi, batch.pairs) / count
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True, materialize_grads=True)
+        return torch.cat([loss.detach().view(1), *(gradient.flatten() for gradient in gradients)]).to(
+            self.parameters[0].dtype
+        )
 
 
 class _Run:
@@ -323,6 +346,15 @@ def _world() -> int:
 
 def _rank() -> int:
     return dist.get_rank() if _world() > 1 else 0
+
+
+def _from_all(tensor: Tensor) -> list[Tensor]:
+    """A tensor of every process, in the order of the processes."""
+    if _world() == 1:
+        return [tensor]
+    found = [torch.empty_like(tensor) for _ in range(_world())]
+    dist.all_gather(found, tensor)
+    return found
 
 
 def _told_by_first(judge: Callable[[], PairReport]) -> PairReport:
