@@ -37,6 +37,8 @@ from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import SudokuModel, load_model
 from mdmi_fast.tasks.sudoku.puzzles import is_valid_board, validation_puzzles
 
+pytestmark = pytest.mark.arithmetic
+
 VOCABULARY = MASK = 3
 
 

@@ -26,6 +26,8 @@ from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import DIGIT_STATE, HIDDEN_WIDTH, load_model
 from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
 
+pytestmark = pytest.mark.arithmetic
+
 COMBINES: tuple[Combine, ...] = ("concat", "product", "interaction")
 WIDTH = 7
 

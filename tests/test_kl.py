@@ -13,6 +13,8 @@ from torch import Tensor
 from mdmi_fast import ops, reference
 from mdmi_fast.eager import kl as eager
 
+pytestmark = pytest.mark.arithmetic
+
 INF = torch.inf
 KL = pytest.mark.op("kl_divergence", "kl_divergence_backward")
 EXPECTED = pytest.mark.op(

@@ -15,6 +15,8 @@ from mdmi_fast.models.exact import JointTable, MarkovChain, PottsModel, xor_trip
 from mdmi_fast.tasks.sudoku.model import SudokuModel, load_model
 from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
 
+pytestmark = pytest.mark.arithmetic
+
 LN2 = math.log(2)
 
 

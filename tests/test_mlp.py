@@ -8,6 +8,8 @@ import torch
 from mdmi_fast import ops, reference
 from mdmi_fast.ops.mlp import _mlp
 
+pytestmark = pytest.mark.arithmetic
+
 pytestmark = pytest.mark.op("mlp")
 
 

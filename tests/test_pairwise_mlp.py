@@ -13,6 +13,8 @@ import mdmi_fast
 from mdmi_fast import ops, reference
 from mdmi_fast.eager import pairwise as eager
 
+pytestmark = pytest.mark.arithmetic
+
 FORWARD = pytest.mark.op("pairwise_mlp", "pairwise_mlp_rows", "pairwise_mlp_band")
 BACKWARD = pytest.mark.op("pairwise_mlp_backward", "pairwise_mlp_rows_backward", "pairwise_mlp_band_backward")
 # float32 dot products of up to 64 terms of size 1, over three layers

@@ -40,6 +40,8 @@ from mdmi_fast.decode import (
 from mdmi_fast.decode.randomness import draw_seeds, uniform
 from mdmi_fast.models.exact import JointTable
 
+pytestmark = pytest.mark.arithmetic
+
 ROWS, LENGTH, WIDTH = 40, 7, 5
 
 

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from mdmi_fast import ops, reference
 
+pytestmark = pytest.mark.arithmetic
+
 INF = torch.inf
 SELECT = pytest.mark.op("select_budget", "select_threshold", "color", "score_and_select")
 ORDERS = ["entropy", "cheapest"]

@@ -12,6 +12,8 @@ from torch import Tensor
 from mdmi_fast import MIBudget, MIThreshold, PairwiseMIEstimator, ops, reference
 from mdmi_fast.estimator import Windowed
 
+pytestmark = pytest.mark.arithmetic
+
 BAND = pytest.mark.op("select_budget_band")
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from mdmi_fast import ops, reference
 from mdmi_fast.eager import stats as eager
 
+pytestmark = pytest.mark.arithmetic
+
 INF = torch.inf
 VOCABULARIES = [1, 2, 9, 20, 33, 127, 50257, 65537, 128256, 151936, 256000]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

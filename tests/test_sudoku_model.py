@@ -17,6 +17,8 @@ from mdmi_fast.tasks.sudoku import train_network
 from mdmi_fast.tasks.sudoku.model import DIGIT_STATE, HIDDEN_WIDTH, ITERATIONS, SudokuModel, load_model, position_codes
 from mdmi_fast.tasks.sudoku.puzzles import random_boards, validation_puzzles
 
+pytestmark = pytest.mark.arithmetic
+
 STRENGTHS = sorted(ITERATIONS)
 
 
