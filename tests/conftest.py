@@ -28,7 +28,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 # Test tensors are small, threads would mostly wait for each other. `two_threads` is for what depends on them.
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("MDMI_TEST_THREADS", "1")))
 
 
 @pytest.fixture(autouse=True)
