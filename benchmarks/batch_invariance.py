@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import load_model
-from mdmi_fast.decode import TopK, decode
+from mdmi_fast.decoding import TopK, decode
 from mdmi_fast.files import replace_file
 
 PAD_COLUMNS = 9

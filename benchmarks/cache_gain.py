@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from mdmi_fast import MIBudget, Probing, load_estimator, load_model, ops
-from mdmi_fast.decode.cache import Cache, CachedPolicy, DiskStore, MemoryStore, RedisStore
-from mdmi_fast.decode.policies import Step
+from mdmi_fast.cache import Cache, CachedPolicy, DiskStore, MemoryStore, RedisStore
+from mdmi_fast.decoding.policies import Step
 from mdmi_fast.files import replace_file
 from mdmi_fast.tasks.sudoku.states import decoding_states
 

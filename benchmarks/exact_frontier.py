@@ -30,7 +30,7 @@ from mdmi_fast import (
     TopK,
     ops,
 )
-from mdmi_fast.decode import Policy
+from mdmi_fast.decoding import Policy
 from mdmi_fast.files import replace_file
 from mdmi_fast.models.exact import JointTable
 

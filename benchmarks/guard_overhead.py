@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from mdmi_fast import MIBudget, decode, load_estimator, load_model
-from mdmi_fast.decode import Policy
-from mdmi_fast.decode.guard import Guard, Thresholds
+from mdmi_fast.decoding import Policy
+from mdmi_fast.watch.guard import Guard, Thresholds
 from mdmi_fast.files import replace_file
-from mdmi_fast.monitor import Traced
+from mdmi_fast.watch import Traced
 from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
 
 RESULTS = Path(__file__).parent / "results" / "guard_overhead.csv"

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from mdmi_fast import EntropyBound, MIBudget, PairwiseMIEstimator, decode, set_num_threads
-from mdmi_fast.decode import Policy
+from mdmi_fast.decoding import Policy
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedOutput
 

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from mdmi_fast import decode, load_estimator, load_model
-from mdmi_fast.decode import parse_policy
+from mdmi_fast.decoding import parse_policy
 from mdmi_fast.files import replace_file
 from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
 

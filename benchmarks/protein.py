@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from mdmi_fast import load_estimator, load_model
-from mdmi_fast.decode import EntropyBound, MIBudget, Policy, Probing, Random, Sequential, Shuffled, TopK, decode
+from mdmi_fast.decoding import EntropyBound, MIBudget, Policy, Probing, Random, Sequential, Shuffled, TopK, decode
 from mdmi_fast.estimator import PairScorer
 from mdmi_fast.files import replace_file
 from mdmi_fast.tasks.likelihood import Estimate, mean_estimate, surprise

@@ -20,9 +20,9 @@ from typing import Any
 import triton
 
 from mdmi_fast.files import replace_file
-from mdmi_fast.kernels import _cases, _launches, _offline
-from mdmi_fast.kernels._common import Tile
-from mdmi_fast.kernels._launches import PairTile
+from mdmi_fast.backends.triton import _cases, _launches, _offline
+from mdmi_fast.backends.triton._common import Tile
+from mdmi_fast.backends.triton._launches import PairTile
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mdmi_fast.decode import ConfidenceBudget, EntropyBound, MIBudget, MIThreshold, Policy, Sequential, Shuffled, TopK
+from mdmi_fast.decoding import ConfidenceBudget, EntropyBound, MIBudget, MIThreshold, Policy, Sequential, Shuffled, TopK
 from mdmi_fast.estimator import PairScorer, load_estimator
 from mdmi_fast.tasks.sudoku.demo import Row, make_task, measure
 from mdmi_fast.tasks.sudoku.model import load_model

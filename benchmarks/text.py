@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mdmi_fast import load_estimator, load_model
-from mdmi_fast.decode import (
+from mdmi_fast.decoding import (
     Coloring,
     Confidence,
     EntropyBound,

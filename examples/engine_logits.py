@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from mdmi_fast import ConfidenceBudget, TokenStats, ops
-from mdmi_fast.decode import as_tensor
+from mdmi_fast.decoding import as_tensor
 
 
 class Engine:

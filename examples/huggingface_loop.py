@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM
 
 from mdmi_fast import EntropyBound, TopK, ops
-from mdmi_fast.decode import AttentionGraph, Memory, Step
+from mdmi_fast.decoding import AttentionGraph, Memory, Step
 
 
 def fill(model, tokens, attention_mask, mask_token, policy):

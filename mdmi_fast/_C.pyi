@@ -1,5 +1,5 @@
 # ruff: noqa: N999 - the extension module's name
-"""CPU kernels; mdmi_fast/native is the only caller.
+"""CPU kernels; mdmi_fast/backends/cpp is the only caller.
 
 Tensors are addresses, which the caller keeps alive, with sizes, strides in elements and dtype codes (0 float32,
 1 bfloat16, 2 float16, 3 float64).

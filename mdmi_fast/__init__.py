@@ -9,7 +9,7 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 from mdmi_fast import ops
-from mdmi_fast.decode import (
+from mdmi_fast.decoding import (
     AttentionGraph,
     Coloring,
     Confidence,

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import MIBudget, MIThreshold, PairwiseMIEstimator, Probing, Random, UnsupportedError, decode, ops
-from mdmi_fast.decode.cache import Cache, CachedMI, CachedPolicy, DiskStore, MemoryStore, RedisStore, Store
-from mdmi_fast.decode.policies import Shuffled, Step
+from mdmi_fast.cache import Cache, CachedMI, CachedPolicy, DiskStore, MemoryStore, RedisStore, Store
+from mdmi_fast.decoding.policies import Shuffled, Step
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import mdmi_fast
 from mdmi_fast.cli import COMMANDS, _options, _progress, main
-from mdmi_fast.decode import policy_forms
+from mdmi_fast.decoding import policy_forms
 from mdmi_fast.estimator import PairScorer, load_estimator
 from mdmi_fast.labels import FORMS
 from mdmi_fast.maps import MIMap

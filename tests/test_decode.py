@@ -20,7 +20,7 @@ from mdmi_fast import (
     TopK,
     decode,
 )
-from mdmi_fast.decode import (
+from mdmi_fast.decoding import (
     Coloring,
     ConfidenceFactor,
     PassRecord,

@@ -21,7 +21,7 @@ from mdmi_fast import (
     TopK,
     decode,
 )
-from mdmi_fast.decode import (
+from mdmi_fast.decoding import (
     AttentionGraph,
     Coloring,
     Policy,

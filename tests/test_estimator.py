@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mdmi_fast import PairwiseMIEstimator, load_estimator, ops
-from mdmi_fast.decode import Step
+from mdmi_fast.decoding import Step
 from mdmi_fast.estimator import PairScorer
 from mdmi_fast.estimator.network import CONFIG_FILE, WEIGHTS_FILE, Combine, Marginals, Output
 from mdmi_fast.labels import label_mi, masked_pairs

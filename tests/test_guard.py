@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import EntropyBound, MIBudget, PairwiseMIEstimator, Probing, Sequential, TopK, decode
-from mdmi_fast.decode.audit import AuditBlock, MovementBlock, Reveal, audit_position
-from mdmi_fast.decode.evidence import Evidence
-from mdmi_fast.decode.guard import Guard, Thresholds, pseudo_likelihood
-from mdmi_fast.decode.policies import MISource, Step
+from mdmi_fast.watch.audit import AuditBlock, MovementBlock, Reveal, audit_position
+from mdmi_fast.watch.evidence import Evidence
+from mdmi_fast.watch.guard import Guard, Thresholds, pseudo_likelihood
+from mdmi_fast.decoding.policies import MISource, Step
 from mdmi_fast.labels import label_mi
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable

@@ -25,7 +25,7 @@ from mdmi_fast import (
     load_model,
     ops,
 )
-from mdmi_fast.decode import AttentionGraph, Policy, Stability
+from mdmi_fast.decoding import AttentionGraph, Policy, Stability
 from mdmi_fast.models.huggingface import HuggingFaceModel
 from mdmi_fast.models.identity import identity
 

@@ -36,7 +36,7 @@ def test_importing_the_ops_touches_neither_a_driver_nor_triton() -> None:
         new = set(sys.modules) - before
         assert not torch.cuda.is_initialized()
         assert not any(name.split(".")[0] == "triton" for name in new), sorted(new)
-        assert not any(name.startswith(("mdmi_fast.kernels", "matplotlib", "transformers")) for name in new), sorted(new)
+        assert not any(name.startswith(("mdmi_fast.backends.triton", "matplotlib", "transformers")) for name in new), sorted(new)
         """
     )
 
@@ -85,7 +85,7 @@ def test_every_module_imports_without_any_extra() -> None:
         import mdmi_fast
         names = [module.name for module in pkgutil.walk_packages(mdmi_fast.__path__, "mdmi_fast.")]
         # libmdmi_fast.so is for programs without Python
-        others = ("mdmi_fast.kernels", "mdmi_fast.bench", "mdmi_fast.__main__", "mdmi_fast.libmdmi_fast")
+        others = ("mdmi_fast.backends.triton", "mdmi_fast.bench", "mdmi_fast.__main__", "mdmi_fast.libmdmi_fast")
         own = [name for name in names if not name.startswith(others)]
         for name in own:
             importlib.import_module(name)
@@ -101,10 +101,10 @@ def test_public_names_are_there(name: str) -> None:
 
 def test_decode_is_the_function_whatever_is_imported() -> None:
     code = """
-        import mdmi_fast.decode.loop
-        from mdmi_fast.decode import TopK
+        import mdmi_fast.decoding.loop
+        from mdmi_fast.decoding import TopK
         import mdmi_fast
-        print(mdmi_fast.decode.__name__, mdmi_fast.TopK is TopK)
+        print(mdmi_fast.decoding.__name__, mdmi_fast.TopK is TopK)
         """
     assert python(code).split() == ["decode", "True"]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mdmi_fast import ops, reference
-from mdmi_fast.eager import kl as eager
+from mdmi_fast.backends.torch import kl as eager
 
 pytestmark = pytest.mark.arithmetic
 

@@ -19,7 +19,7 @@ import mdmi_fast
 
 _C = pytest.importorskip("mdmi_fast._C", reason="the extension is not built")
 
-from mdmi_fast.native import kl, mlp, pairwise, select, stats  # noqa: E402 - they need the extension
+from mdmi_fast.backends.cpp import kl, mlp, pairwise, select, stats  # noqa: E402 - they need the extension
 
 ROOT = Path(__file__).parent.parent
 ISAS = ["scalar", "avx2", "avx512", "avx512bf16", "neon"]
@@ -138,7 +138,7 @@ def test_python_threads_may_call_at_the_same_time(threads: Callable[[int], None]
 def test_works_after_fork() -> None:
     code = """
 import os, torch, mdmi_fast
-from mdmi_fast.native import stats
+from mdmi_fast.backends.cpp import stats
 mdmi_fast.set_num_threads(2)
 logits = torch.randn(4000, 50)
 before = stats.entropy(logits)
@@ -154,7 +154,7 @@ assert torch.equal(stats.entropy(logits), before)
 
 def test_subnormal_numbers_survive_the_import() -> None:
     code = """
-import torch, mdmi_fast.native
+import torch, mdmi_fast.backends.cpp
 tiny = float("5e-324")
 assert tiny != 0.0 and tiny / 2 == 0.0 and (torch.tensor([1e-45]) * 1.0).item() != 0.0
 """
@@ -216,7 +216,7 @@ def test_scoring_a_long_sequence_needs_little_memory() -> None:
     # 2,048 positions, every eighth row: the memory of the whole matrix in an eighth of its time
     code = """
 import resource, torch, mdmi_fast
-from mdmi_fast.native import pairwise
+from mdmi_fast.backends.cpp import pairwise
 u, v = torch.randn(1, 2048, 512), torch.randn(1, 2048, 512)
 network = [torch.randn(512, 256)], [torch.randn(256)], torch.randn(256), torch.tensor(0.0)
 rows = torch.arange(0, 2048, 32).unsqueeze(0)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 import mdmi_fast
 from mdmi_fast import ops
-from mdmi_fast.kernels import _cases, _offline, select
+from mdmi_fast.backends.triton import _cases, _offline, select
 
 ROOT = Path(__file__).parent.parent
 
@@ -96,7 +96,7 @@ def test_another_triton_compiles_the_same_kernels() -> None:
         pytest.skip("MDMI_OTHER_TRITON is not set")
     code = """
 import triton
-from mdmi_fast.kernels import _cases, _offline
+from mdmi_fast.backends.triton import _cases, _offline
 calls = {"gfx942": [lambda: _cases.scores((256, 128))],
          "sm_90": [lambda: _cases.scores((256, 128)), lambda: _cases.gradients((64, 64)), lambda: _cases.gradients((64, 64, 32)),
                    lambda: _cases.token_statistics(33), lambda: _cases.selections(64), lambda: _cases.head_statistics(256, 64)]}

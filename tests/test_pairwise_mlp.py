@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mdmi_fast
 from mdmi_fast import ops, reference
-from mdmi_fast.eager import pairwise as eager
+from mdmi_fast.backends.torch import pairwise as eager
 
 pytestmark = pytest.mark.arithmetic
 

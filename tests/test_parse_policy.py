@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdmi_fast.decode import (
+from mdmi_fast.decoding import (
     AttentionGraph,
     Coloring,
     Confidence,

@@ -25,7 +25,7 @@ from mdmi_fast import (
     ops,
     reference,
 )
-from mdmi_fast.decode import (
+from mdmi_fast.decoding import (
     AttentionGraph,
     Coloring,
     ConfidenceFactor,
@@ -37,7 +37,7 @@ from mdmi_fast.decode import (
     Step,
     Within,
 )
-from mdmi_fast.decode.randomness import draw_seeds, uniform
+from mdmi_fast.decoding.randomness import draw_seeds, uniform
 from mdmi_fast.models.exact import JointTable
 
 pytestmark = pytest.mark.arithmetic

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mdmi_fast.models import MaskedOutput
-from mdmi_fast.models.antibody import RESIDUES
-from mdmi_fast.models.letters import LetterTokenizer
+from mdmi_fast.tasks.protein.models import RESIDUES
+from mdmi_fast.tasks.protein.letters import LetterTokenizer
 from mdmi_fast.models.loading import find_for_model
 from mdmi_fast.tasks.likelihood import mean_estimate, surprise
 from mdmi_fast.tasks.protein.chains import Chain, fetch_chains, read_fasta, translate, write_fasta

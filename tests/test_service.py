@@ -22,7 +22,7 @@ from examples.service.dispatch import Dispatcher, Refused
 from examples.service.server import Service
 from examples.service.worker import Answer, Engine, Job, Settings
 from mdmi_fast import decode
-from mdmi_fast.decode import parse_policy
+from mdmi_fast.decoding import parse_policy
 from tests._service_models import SETTINGS, Deadly, Toy, broken_weights, make
 
 

@@ -10,8 +10,8 @@ import torch
 
 import mdmi_fast
 from mdmi_fast import ops
-from mdmi_fast.kernels import _launches, _offline
-from mdmi_fast.kernels._common import Tile
+from mdmi_fast.backends.triton import _launches, _offline
+from mdmi_fast.backends.triton._common import Tile
 
 
 def test_interpreted_kernels_run_only_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

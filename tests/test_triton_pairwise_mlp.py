@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops, reference
-from mdmi_fast.kernels import _pairwise_deep
+from mdmi_fast.backends.triton import _pairwise_deep
 
 Network = tuple[list[Tensor], list[Tensor], Tensor, Tensor]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops
-from mdmi_fast.kernels import select
+from mdmi_fast.backends.triton import select
 
 INF = torch.inf
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mdmi_fast.decode import Probing
-from mdmi_fast.decode.tune import (
+from mdmi_fast.decoding import Probing
+from mdmi_fast.decoding.calibrate import (
     Interval,
     Target,
     Tried,

@@ -25,8 +25,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from examples.service.dispatch import Dispatcher, Refused
 from examples.service.worker import Engine, Job, Settings
-from mdmi_fast.decode import parse_policy
-from mdmi_fast.monitor import Collector
+from mdmi_fast.decoding import parse_policy
+from mdmi_fast.watch import Collector
 
 _MAX_BYTES, _BODY_SECONDS = 2**20, 5.0
 _LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

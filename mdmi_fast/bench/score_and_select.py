@@ -132,7 +132,7 @@ def _workload(name: str, count: int, batch: int, gamma: float, weight: float) ->
 def _pairs_scored(name: str, inputs: Inputs, gamma: float, weight: float) -> Figure:
     measure = "pairs scored, share of the masked ones"
     try:
-        from mdmi_fast.native import select
+        from mdmi_fast.backends.cpp import select
     except ImportError as error:
         return Figure(_case(name, gamma, weight), measure, math.nan, "%", note=f"the extension {error}")
     counted, all_pairs, chosen = 0, 0, 0

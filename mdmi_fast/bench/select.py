@@ -81,7 +81,7 @@ def _op(inputs: Inputs, entropy_weight: float) -> tuple[Tensor, Tensor]:
 
 def _kernel(inputs: Inputs, entropy_weight: float) -> tuple[Tensor, Tensor]:
     try:
-        from mdmi_fast.native import select
+        from mdmi_fast.backends.cpp import select
     except ImportError as error:
         raise Unavailable(f"the extension {error}") from error
     gamma = torch.full((len(inputs[0]),), GAMMA, dtype=torch.float64)

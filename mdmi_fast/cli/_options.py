@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mdmi_fast.cli._errors import UsageError
 
 if TYPE_CHECKING:
-    from mdmi_fast.decode import Policy, Probing
+    from mdmi_fast.decoding import Policy, Probing
     from mdmi_fast.estimator import PairScorer
     from mdmi_fast.labels import Form
     from mdmi_fast.models import MaskedModel
@@ -90,8 +90,8 @@ class PolicySpec(str):
 
 def policy_spec(text: str) -> PolicySpec:
     """The text itself, or that of the file it names, if it describes a policy."""
-    from mdmi_fast.decode import parse_policy
-    from mdmi_fast.decode.tune import read_choice
+    from mdmi_fast.decoding import parse_policy
+    from mdmi_fast.decoding.calibrate import read_choice
 
     try:
         if text.endswith(".json"):
@@ -278,7 +278,7 @@ def load_source(estimator: str | None, model: MaskedModel, *, name: str) -> Pair
     Raises:
         ValueError: the estimator was trained on another model.
     """
-    from mdmi_fast.decode import Probing
+    from mdmi_fast.decoding import Probing
 
     form = _probed_form(estimator or "")
     if form is not None:
@@ -290,7 +290,7 @@ def load_source(estimator: str | None, model: MaskedModel, *, name: str) -> Pair
 
 def load_policy(options: argparse.Namespace, model: MaskedModel, *, name: str) -> Policy:
     """The policy of --policy, with the source of --estimator if it needs one."""
-    from mdmi_fast.decode import needs_mi, parse_policy
+    from mdmi_fast.decoding import needs_mi, parse_policy
 
     if not needs_mi(options.policy):
         return parse_policy(options.policy)

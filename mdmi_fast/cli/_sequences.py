@@ -17,7 +17,7 @@ from mdmi_fast.cli._options import kind_of
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from mdmi_fast.decode import Policy
+    from mdmi_fast.decoding import Policy
     from mdmi_fast.models import MaskedModel
     from mdmi_fast.tasks.sudoku.puzzles import Puzzles
 
@@ -265,8 +265,8 @@ def decode_all(
     """
     import torch
 
-    from mdmi_fast.decode import decode, receipt
-    from mdmi_fast.decode.randomness import draw_seeds
+    from mdmi_fast.decoding import decode, receipt
+    from mdmi_fast.decoding.randomness import draw_seeds
 
     seeds = draw_seeds(len(sequences), generator, torch.device("cpu"))
     for start in range(0, len(sequences), 8 * batch_size):

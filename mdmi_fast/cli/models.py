@@ -25,7 +25,7 @@ def add(subparsers: Any) -> None:
 
 
 def run_list(options: argparse.Namespace) -> int:
-    from mdmi_fast.models.antibody import PACKAGES
+    from mdmi_fast.tasks.protein.models import PACKAGES
     from mdmi_fast.models.loading import registered
 
     for name, entry in registered("mdmi_fast.models").items():
@@ -39,7 +39,7 @@ def run_list(options: argparse.Namespace) -> int:
 
 
 def _state(name: str) -> str:
-    from mdmi_fast.models.antibody import is_fetched
+    from mdmi_fast.tasks.protein.models import is_fetched
 
     try:
         return "fetched" if is_fetched(name) else f"mdmi-fast models fetch {name}"
@@ -48,7 +48,7 @@ def _state(name: str) -> str:
 
 
 def run_fetch(options: argparse.Namespace) -> int:
-    from mdmi_fast.models.antibody import fetch
+    from mdmi_fast.tasks.protein.models import fetch
 
     print(fetch(options.name, wheel=options.wheel))
     return 0

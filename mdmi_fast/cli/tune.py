@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mdmi_fast.cli._sequences import TokenSequence
-    from mdmi_fast.decode.tune import Quality, Target, Tried
+    from mdmi_fast.decoding.calibrate import Quality, Target, Tried
     from mdmi_fast.models import MaskedModel
 
 _QUALITIES = ("pseudo-likelihood", "accuracy", "valid")
 
 
 def _target(text: str) -> Target:
-    from mdmi_fast.decode.tune import Target
+    from mdmi_fast.decoding.calibrate import Target
 
     try:
         return Target.of(text)
@@ -77,8 +77,8 @@ def add(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.cli._sequences import read_sequences
-    from mdmi_fast.decode import needs_mi
-    from mdmi_fast.decode.tune import candidates, choose, frontier, save_choice, tune
+    from mdmi_fast.decoding import needs_mi
+    from mdmi_fast.decoding.calibrate import candidates, choose, frontier, save_choice, tune
     from mdmi_fast.estimator.network import has_estimator
 
     if options.out is not None and options.out.suffix != ".json":
@@ -169,7 +169,7 @@ def _quality(
         InputError: a record lacks what it needs.
     """
     from mdmi_fast.cli._sequences import are_tokens
-    from mdmi_fast.decode.tune import accuracy, pseudo_likelihood
+    from mdmi_fast.decoding.calibrate import accuracy, pseudo_likelihood
 
     if name == "pseudo-likelihood":
         return pseudo_likelihood(model, attention_mask=attention_mask)

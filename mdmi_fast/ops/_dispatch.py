@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from mdmi_fast.errors import UnsupportedError
-from mdmi_fast.ops._checks import describe
+from mdmi_fast.checks import describe
 
-_PACKAGES = {"triton": "mdmi_fast.kernels", "cpp": "mdmi_fast.native", "torch": "mdmi_fast.eager"}
+_PACKAGES = {"triton": "mdmi_fast.backends.triton", "cpp": "mdmi_fast.backends.cpp", "torch": "mdmi_fast.backends.torch"}
 _DEVICES = {"triton": "cuda", "cpp": "cpu"}  # torch runs on all
 
 BACKENDS = tuple(_PACKAGES)

@@ -33,7 +33,7 @@ def tune(*, cache: str | Path) -> Iterator[None]:
     Numerics:
         Sums may be added up in another order than with the built-in choices, within the same bounds.
     """
-    from mdmi_fast.kernels import _launches
+    from mdmi_fast.backends.triton import _launches
 
     path = Path(cache)
     if path.exists():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mdmi_fast.ops import _checks as check
+from mdmi_fast import checks as check
 from mdmi_fast.ops._dispatch import call, choose, provided
 from mdmi_fast.ops._register import registered
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mdmi_fast.ops import _checks as check
+from mdmi_fast import checks as check
 from mdmi_fast.ops._dispatch import call
 from mdmi_fast.ops._register import registered
 from mdmi_fast.ops.select import (

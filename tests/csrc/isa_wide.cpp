@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "dtype.hpp"
-#include "kernels.hpp"
+#include "drivers/dtype.hpp"
+#include "kernels/kernels.hpp"
 
 namespace mdmi {
 extern const Kernels kernels_wide;
@@ -50,4 +50,4 @@ inline void transpose(Vec (&rows)[kLanes]) {
 }  // namespace mdmi::wide
 
 #define MDMI_ISA wide
-#include "kernels.inc"
+#include "kernels/kernels.inc"

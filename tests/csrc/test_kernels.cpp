@@ -11,13 +11,13 @@
 #include <string>
 #include <vector>
 
-#include "kernels.hpp"
-#include "pairwise.hpp"
-#include "pairwise_backward.hpp"
-#include "score_and_select.hpp"
-#include "select.hpp"
-#include "stats.hpp"
-#include "threads.hpp"
+#include "kernels/kernels.hpp"
+#include "drivers/pairwise.hpp"
+#include "drivers/pairwise_backward.hpp"
+#include "drivers/score_and_select.hpp"
+#include "drivers/select.hpp"
+#include "drivers/stats.hpp"
+#include "drivers/threads.hpp"
 
 namespace mdmi {
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mdmi_fast.models.antibody import RESIDUES
+from mdmi_fast.tasks.protein.models import RESIDUES
 from mdmi_fast.tasks.likelihood import Estimate, Floats
 
 _FROM_START, _FROM_END, _PLACES = 100, 20, 32

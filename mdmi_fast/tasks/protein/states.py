@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mdmi_fast.decode import Random, Sequential, decode
+from mdmi_fast.decoding import Random, Sequential, decode
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.letters import LetterTokenizer
+from mdmi_fast.tasks.protein.letters import LetterTokenizer
 from mdmi_fast.tasks.protein.chains import Chain, own_chains
 
 Task = Literal["generate", "infill", "complete"]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mdmi_fast.decode import (
+from mdmi_fast.decoding import (
     Confidence,
     ConfidenceBudget,
     EntropyBound,

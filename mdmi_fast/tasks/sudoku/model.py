@@ -21,7 +21,7 @@ from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedOutput
 
 try:
-    from mdmi_fast.native.sudoku import sudoku_forward
+    from mdmi_fast.backends.cpp.sudoku import sudoku_forward
 except ImportError:
     sudoku_forward = None  # type: ignore[assignment] # the extension was not built: the eager forward answers
 

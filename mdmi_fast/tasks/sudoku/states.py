@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mdmi_fast.decode.policies import MIBudget, MISource, Policy, Random, Sequential, Step
-from mdmi_fast.decode.randomness import uniform
-from mdmi_fast.decode.sampling import sample
+from mdmi_fast.decoding.policies import MIBudget, MISource, Policy, Random, Sequential, Step
+from mdmi_fast.decoding.randomness import uniform
+from mdmi_fast.decoding.sampling import sample
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import token_stats
 from mdmi_fast.tasks.sudoku.model import CELLS, MASK_TOKEN

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from mdmi_fast.models.huggingface import HuggingFaceModel, LoadOptions
 from mdmi_fast.models.huggingface import load_model as load_huggingface
-from mdmi_fast.models.letters import LetterTokenizer
+from mdmi_fast.tasks.protein.letters import LetterTokenizer
 from mdmi_fast.tasks.text.corpus import LETTERS, windows
 
 TOKENIZER = LetterTokenizer(LETTERS, first=2, pad=0, mask=1)

@@ -1,0 +1,23 @@
+// AVX-512 (F, DQ, BW, VL): vectors of sixteen.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "drivers/dtype.hpp"
+#include "kernels/kernels.hpp"
+
+#define MDMI_TARGET "avx2,fma,f16c,avx512f,avx512dq,avx512bw,avx512vl"
+#include "targets/target_begin.inc"
+
+namespace mdmi::avx512 {
+namespace {
+#include "targets/simd512.inc"
+}  // namespace
+}  // namespace mdmi::avx512
+
+#define MDMI_ISA avx512
+#include "kernels/kernels.inc"
+#include "targets/target_end.inc"
+#endif

@@ -1,0 +1,382 @@
+"""A small network on pairs of positions, a tile of pairs at a time; the backward pass recomputes what it needs.
+
+A layout (all pairs, some rows, a band) says which pairs to score and where their scores go. Masked positions are
+gathered on a CPU, so that padding costs nothing and changes nothing; on a GPU counting them would stop the queue, so
+all positions are scored and the unmasked ones cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mdmi_fast.backends.torch._tiles import compute_dtype, tile_rows
+
+Gradients = tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]
+
+
+def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
+    """Why this backend cannot run a call."""
+    return [] if precision in (None, "fp32", "bf16") else [f"has the precisions fp32 and bf16, not {precision}"]
+
+
+class _Tile(NamedTuple):
+    """Pairs (i[p], j[p]), indices into the gathered positions, and the flat places [P] of the result their scores go to."""
+
+    i: Tensor
+    j: Tensor
+    places: tuple[Tensor, ...]
+
+
+class _Layout(Protocol):
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the result of one sequence."""
+
+    def keep(self, b: int, masked: Tensor) -> Tensor:
+        """Places of sequence b that hold a score, bool of that shape; the others are 0."""
+
+    def tiles(self, b: int, positions: Tensor, symmetric: bool, n_pairs: int) -> Iterator[_Tile]:
+        """Tiles of about n_pairs that cover every place to keep; f_ij = f_ji if symmetric."""
+
+
+def _grid(n_rows: int, n_columns: int, n_pairs: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """All (row, column) in tiles of n_pairs."""
+    for start in range(0, n_rows * n_columns, n_pairs):
+        flat = torch.arange(start, min(start + n_pairs, n_rows * n_columns), device=device)
+        yield flat // n_columns, flat % n_columns
+
+
+def _triangle(n: int, n_pairs: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """All i < j < n in tiles of at most n_pairs."""
+    start = 0
+    while start < n - 1:
+        n_rows = max(1, n_pairs // (n - start))
+        pairs = torch.triu_indices(n_rows, n - start, 1, device=device) + start
+        for part in torch.split(pairs, n_pairs, 1):
+            yield part[0], part[1]
+        start += n_rows
+
+
+class _Full:
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.shape = (n, n)
+
+    def keep(self, b: int, masked: Tensor) -> Tensor:
+        return (masked.unsqueeze(1) & masked).fill_diagonal_(False)
+
+    def tiles(self, b: int, positions: Tensor, symmetric: bool, n_pairs: int) -> Iterator[_Tile]:
+        n = len(positions)
+        pairs = _triangle(n, n_pairs, positions.device) if symmetric else _grid(n, n, n_pairs, positions.device)
+        for i, j in pairs:
+            row, column = positions[i], positions[j]
+            places = (row * self.n + column, column * self.n + row) if symmetric else (row * self.n + column,)
+            yield _Tile(i, j, places)
+
+
+class _Rows:
+    def __init__(self, n: int, rows: Tensor) -> None:
+        self.n, self.rows = n, rows
+        self.shape = (rows.shape[1], n)
+
+    def keep(self, b: int, masked: Tensor) -> Tensor:
+        rows = self.rows[b].unsqueeze(1)
+        if not self.n:
+            return masked.expand(self.shape)
+        own = (rows >= 0) & masked[rows.clamp_min(0)]
+        return own & masked & (rows != torch.arange(self.n, device=rows.device))
+
+    def tiles(self, b: int, positions: Tensor, symmetric: bool, n_pairs: int) -> Iterator[_Tile]:
+        rows = self.rows[b]
+        slots = torch.arange(len(rows), device=rows.device)
+        if rows.device.type == "cpu":
+            slots = torch.isin(rows, positions).nonzero().squeeze(1)
+        index = torch.searchsorted(positions, rows.clamp_min(0)[slots])
+        for a, j in _grid(len(slots), len(positions), n_pairs, rows.device):
+            yield _Tile(index[a], j, (slots[a] * self.n + positions[j],))
+
+
+class _Band:
+    def __init__(self, n: int, window: int) -> None:
+        self.n, self.window = n, window
+        # rows of room below: a place that mirrors one across the end is written there
+        self.shape = (n + window, 2 * window + 1)
+
+    def keep(self, b: int, masked: Tensor) -> Tensor:
+        offsets = torch.arange(-self.window, self.window + 1, device=masked.device)
+        columns = torch.arange(self.shape[0], device=masked.device).unsqueeze(1) + offsets
+        inside = torch.nn.functional.pad(masked, (self.window, 2 * self.window))
+        return inside[self.window :][: self.shape[0], None] & inside[columns + self.window] & (offsets != 0)
+
+    def tiles(self, b: int, positions: Tensor, symmetric: bool, n_pairs: int) -> Iterator[_Tile]:
+        n = len(positions)
+        n_offsets = self.window if symmetric else 2 * self.window + 1
+        first = 1 if symmetric else -self.window
+        for i, offset in _grid(n, n_offsets, n_pairs, positions.device):
+            j = i + offset + first
+            if positions.device.type == "cpu":
+                near = (j >= 0) & (j < n)
+                near &= (positions[j.clamp(0, n - 1)] - positions[i]).abs() <= self.window
+                i, j = i[near], j[near]
+                row, column = positions[i], positions[j]
+            else:
+                row, column = i, j
+                j = j.clamp(0, n - 1)
+            place = row * self.shape[1] + self.window + column - row
+            mirrored = column * self.shape[1] + self.window + row - column
+            yield _Tile(i, j, (place, mirrored) if symmetric else (place,))
+
+
+class _Network:
+    """The network, and the sums of its gradients over the tiles seen so far."""
+
+    def __init__(
+        self,
+        u: Tensor,
+        v: Tensor,
+        weights: list[Tensor],
+        biases: list[Tensor],
+        w_out: Tensor,
+        b_out: Tensor,
+        combine: str,
+        symmetry: str,
+        activation: str,
+        precision: str,
+    ) -> None:
+        self.dtype = compute_dtype(u, v, w_out, b_out, *weights, *biases)
+        self.combine, self.symmetry, self.activation, self.bf16 = combine, symmetry, activation, precision == "bf16"
+        # contiguous, because the order of the sums in a product follows the layout
+        self.weights = [self._rounded(w.to(self.dtype)).contiguous() for w in weights]
+        self.biases = [b.to(self.dtype).contiguous() for b in biases]
+        self.w_out, self.b_out = w_out.to(self.dtype).contiguous(), b_out.to(self.dtype)
+        self.n_pairs = tile_rows(max([u.shape[-1], *(w.shape[1] for w in weights)]), u.device)
+        self.same_halves = u.data_ptr() == v.data_ptr() and u.stride() == v.stride() and u.dtype == v.dtype
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return x.bfloat16().to(x.dtype) if self.bf16 else x
+
+    def _layers(self, left: Tensor, right: Tensor) -> list[Tensor]:
+        """Activations [P, H] of every layer, the combined halves first, and f before its activation [P] at last."""
+        activations = [(left + right).relu_() if self.combine == "add" else left * right]
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            activations.append(torch.addmm(bias, self._rounded(activations[-1]), weight).relu_())
+        return [*activations, torch.mv(activations[-1], self.w_out) + self.b_out]
+
+    def _directed(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        f = self._layers(u[i], v[j])[-1]
+        return torch.nn.functional.softplus(f) if self.activation == "softplus" else f
+
+    def score(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Symmetrised scores [P] of pairs of rows of u and v [n, H1]."""
+        if self.symmetry == "upper":
+            i, j = torch.minimum(i, j), torch.maximum(i, j)
+        f = self._directed(u, v, i, j)
+        if self.symmetry == "mean" and not self.same_halves:
+            f = (f + self._directed(u, v, j, i)) / 2
+        return f
+
+    def start_gradients(self) -> None:
+        self.d_weights = [torch.zeros_like(w) for w in self.weights]
+        self.d_biases = [torch.zeros_like(b) for b in self.biases]
+        self.d_w_out, self.d_b_out = torch.zeros_like(self.w_out), torch.zeros_like(self.b_out)
+
+    def add_gradients(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor, grad: Tensor, du: Tensor, dv: Tensor) -> None:
+        """Adds the gradients of the symmetrised scores times grad [P], those of u and v to du and dv [n, H1]."""
+        if self.symmetry == "upper":
+            i, j = torch.minimum(i, j), torch.maximum(i, j)
+        if self.symmetry == "mean":
+            grad = grad / 2
+            self._add_directed(u, v, j, i, grad, du, dv)
+        self._add_directed(u, v, i, j, grad, du, dv)
+
+    def _add_directed(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor, grad: Tensor, du: Tensor, dv: Tensor) -> None:
+        left, right = u[i], v[j]
+        *activations, f = self._layers(left, right)
+        if self.activation == "softplus":
+            grad = grad * f.sigmoid()
+        self.d_b_out += grad.sum()
+        self.d_w_out += torch.mv(activations[-1].T, grad)
+        dz = torch.outer(grad, self.w_out)
+        for k in reversed(range(len(self.weights))):
+            dz.masked_fill_(activations[k + 1] <= 0, 0.0)
+            self.d_biases[k] += dz.sum(0)
+            self.d_weights[k].addmm_(self._rounded(activations[k]).T, dz)
+            dz = dz @ self.weights[k].T
+        if self.combine == "add":
+            dz.masked_fill_(activations[0] <= 0, 0.0)
+            du.index_add_(0, i, dz)
+            dv.index_add_(0, j, dz)
+        else:
+            du.index_add_(0, i, dz * right)
+            dv.index_add_(0, j, dz * left)
+
+
+def _sequence(x: Tensor, masked: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """The states [n, H1] of one sequence at the positions to score, unmasked ones cleared."""
+    x = x.to(dtype)
+    return x[positions].contiguous() if x.device.type == "cpu" else x.masked_fill(~masked.unsqueeze(1), 0.0)
+
+
+def _positions(masked: Tensor) -> Tensor:
+    if masked.device.type == "cpu":
+        return masked.nonzero().squeeze(1)
+    return torch.arange(len(masked), device=masked.device)
+
+
+def _all_masked(mask: Tensor | None, u: Tensor) -> Tensor:
+    return torch.ones(u.shape[:2], dtype=torch.bool, device=u.device) if mask is None else mask
+
+
+def _forward(network: _Network, layout: _Layout, u: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    result = torch.zeros((u.shape[0], *layout.shape), dtype=torch.float32, device=u.device)
+    symmetric = network.symmetry != "none" or network.same_halves
+    for b, masked in enumerate(_all_masked(mask, u).unbind(0)):
+        positions = _positions(masked)
+        left, right = (_sequence(x[b], masked, positions, network.dtype) for x in (u, v))
+        out = result[b].view(-1)
+        for i, j, places in layout.tiles(b, positions, symmetric, network.n_pairs):
+            scores = network.score(left, right, i, j).to(torch.float32)
+            for place in places:
+                out[place] = scores
+        result[b].masked_fill_(~layout.keep(b, masked), 0.0)
+    return result
+
+
+def _backward(
+    network: _Network, layout: _Layout, grad: Tensor, u: Tensor, v: Tensor, like: list[Tensor], mask: Tensor | None
+) -> Gradients:
+    """`like`: the weights, biases, w_out and b_out, for their dtypes."""
+    du, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (u, v))
+    network.start_gradients()
+    for b, masked in enumerate(_all_masked(mask, u).unbind(0)):
+        positions = _positions(masked)
+        left, right = (_sequence(x[b], masked, positions, network.dtype) for x in (u, v))
+        d_left, d_right = torch.zeros_like(left), torch.zeros_like(right)
+        g = grad[b].masked_fill(~layout.keep(b, masked), 0.0).to(network.dtype).reshape(-1)
+        for i, j, places in layout.tiles(b, positions, network.symmetry != "none", network.n_pairs):
+            g_pairs = g[places[0]] if len(places) == 1 else g[places[0]] + g[places[1]]
+            network.add_gradients(left, right, i, j, g_pairs, d_left, d_right)
+        du[b, positions] = d_left.to(u.dtype)
+        dv[b, positions] = d_right.to(v.dtype)
+    sums = [*network.d_weights, *network.d_biases, network.d_w_out, network.d_b_out]
+    *layers, d_w_out, d_b_out = (g.to(t.dtype) for g, t in zip(sums, like, strict=True))
+    n_layers = len(network.weights)
+    return du, dv, layers[:n_layers], layers[n_layers:], d_w_out, d_b_out
+
+
+def pairwise_mlp(
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+    prepared: object = None,
+) -> Tensor:
+    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
+    return _forward(network, _Full(u.shape[1]), u, v, mask)
+
+
+def pairwise_mlp_backward(
+    grad: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+) -> Gradients:
+    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
+    return _backward(network, _Full(u.shape[1]), grad, u, v, [*weights, *biases, w_out, b_out], mask)
+
+
+def pairwise_mlp_rows(
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+    prepared: object = None,
+) -> Tensor:
+    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
+    return _forward(network, _Rows(u.shape[1], rows), u, v, mask)
+
+
+def pairwise_mlp_rows_backward(
+    grad: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    rows: Tensor,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+) -> Gradients:
+    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
+    return _backward(network, _Rows(u.shape[1], rows), grad, u, v, [*weights, *biases, w_out, b_out], mask)
+
+
+def pairwise_mlp_band(
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    window: int,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+    prepared: object = None,
+) -> Tensor:
+    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
+    n = u.shape[1]
+    return _forward(network, _Band(n, window), u, v, mask)[:, :n].contiguous()
+
+
+def pairwise_mlp_band_backward(
+    grad: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    w_out: Tensor,
+    b_out: Tensor,
+    window: int,
+    mask: Tensor | None,
+    combine: str,
+    symmetry: str,
+    activation: str,
+    precision: str,
+) -> Gradients:
+    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
+    grad = torch.nn.functional.pad(grad, (0, 0, 0, window))
+    return _backward(network, _Band(u.shape[1], window), grad, u, v, [*weights, *biases, w_out, b_out], mask)

@@ -1,0 +1,101 @@
+"""Calls that together launch every kernel, for compiling without running: what tests and `benchmarks/static_report` look at."""
+
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from mdmi_fast.backends.triton import kl, mlp, pairwise, select, stats
+
+Network = tuple[list[Tensor], list[Tensor], Tensor, Tensor]
+
+
+def network(widths: tuple[int, ...], dtype: torch.dtype) -> Network:
+    """Of H1 and the widths of the dense layers."""
+    pairs = itertools.pairwise(widths)
+    weights = [torch.empty(a, b, dtype=dtype) for a, b in pairs]
+    return weights, [torch.empty(b) for b in widths[1:]], torch.empty(widths[-1]), torch.empty(())
+
+
+def scores(widths: tuple[int, ...], precision: str = "bf16", symmetry: str = "upper", n: int = 256) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    u, v = torch.empty(2, 1, n, widths[0], dtype=dtype)
+    pairwise.pairwise_mlp(u, v, *network(widths, dtype), None, "add", symmetry, "identity", precision)
+
+
+def gradients(widths: tuple[int, ...], precision: str = "bf16", n: int = 256) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    u, v = torch.empty(2, 1, n, widths[0], dtype=dtype)
+    mask = torch.ones(1, n, dtype=torch.bool)
+    args = (mask, "add", "mean", "identity", precision)
+    pairwise.pairwise_mlp_backward(torch.empty(1, n, n), u, v, *network(widths, dtype), *args)
+
+
+def token_statistics(n_v: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    x, g = torch.empty(64, n_v, dtype=dtype), torch.empty(64)
+    stats.token_stats(x)
+    stats.token_stats_backward(g, g, g, g, x)
+
+
+def head_statistics(n_v: int, d: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    stats.linear_token_stats(torch.empty(64, d, dtype=dtype), torch.empty(n_v, d, dtype=dtype), None)
+
+
+def divergences(n_v: int, dtype: torch.dtype = torch.float32) -> None:
+    x, w, g = torch.empty(4, 64, n_v, dtype=dtype), torch.empty(4, 64), torch.empty(64)
+    kl.expected_entropy(x, w)
+    kl.expected_kl(x, w, x[0])
+    kl.kl_divergence(x[0], x[1])
+    kl.expected_kl_backward(g, x, w, x[0])
+    kl.mixture_entropy(x, w)
+    kl.mixture_entropy_backward(g, x, w)
+    kl.mixture_stats(x, w, x[0])
+
+
+def selections(n: int, masked: bool = True) -> None:
+    h, mi = torch.empty(2, n), torch.empty(2, n, n)
+    mask = torch.ones(2, n, dtype=torch.bool) if masked else None
+    for order in ("entropy", "cheapest"):
+        select.select_budget(h, mi, torch.ones(2, dtype=torch.float64), 1.0, 1.0, order, mask, None)
+    select.select_threshold(h, mi, 0.1, mask, None)
+    select.color(mi, 0.1, mask)
+
+
+def dense_layers(d: int, dtype: torch.dtype = torch.float32) -> None:
+    mlp.mlp(torch.empty(64, d, dtype=dtype), [torch.empty(d, 64, dtype=dtype)], [torch.empty(64)])
+
+
+CASES: dict[str, dict[str, Callable[[], None]]] = {
+    "typical": {
+        "stats": lambda: token_statistics(33),
+        "kl": lambda: divergences(33),
+        "select": lambda: selections(1024),
+        "head": lambda: head_statistics(50257, 1024),
+        "mlp": lambda: dense_layers(256),
+        "pairs": lambda: (scores((512, 256)), scores((256, 128)), scores((512, 256, 128))),
+        "pairs fp32": lambda: (scores((512, 256), "fp32"), scores((512, 256, 128), "fp32")),
+        "pairs tf32": lambda: (scores((512, 256), "tf32"), scores((512, 256, 128), "tf32")),
+        "pair gradients": lambda: gradients((512, 256)),
+        "pair gradients fp32": lambda: gradients((512, 256), "fp32"),
+        "pair gradients, no layer": lambda: gradients((512,)),
+        "deep pairs": lambda: scores((512, 256, 128, 64)),
+        "deep pair gradients": lambda: gradients((512, 256, 128)),
+        "deep pair gradients fp32": lambda: gradients((512, 256, 128), "fp32"),
+        "deep pair gradients tf32": lambda: gradients((512, 256, 128), "tf32"),
+    },
+    "smallest": {
+        "stats": lambda: token_statistics(2),
+        "kl": lambda: divergences(2),
+        "select": lambda: selections(2),
+        "head": lambda: head_statistics(2, 1),
+        "pairs": lambda: (scores((1,)), scores((16, 1))),
+    },
+    "largest": {
+        "stats": lambda: (token_statistics(256000), token_statistics(4096, torch.float64)),
+        "kl": lambda: (divergences(151936), divergences(33, torch.float64)),
+        "select": lambda: selections(select.MOST_POSITIONS),
+        "head": lambda: head_statistics(4096, 4096, torch.float32),
+        "pairs": lambda: scores((2048, 1024), symmetry="mean"),
+    },
+}

@@ -1,0 +1,101 @@
+"""Policies that look at more of the model than one pass's statistics, without training anything."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mdmi_fast import ops
+from mdmi_fast.decoding.policies.base import Memory, Rule, at_least, nothing_spent, take_lowest
+from mdmi_fast.ops import Selection, TokenStats
+from mdmi_fast import checks as check
+
+
+@dataclass(frozen=True)
+class Stability(Rule):
+    """Positions whose distribution has settled: KL(p_now || p_before) <= kl and max_v p(v) >= confidence, or the surest.
+
+    KLASS (arXiv 2511.05664) with a history of one pass. In a sequence's first pass nothing has settled yet.
+
+    Cost: one read of two [B, N, V] logits a pass, and a copy of the last pass's logits between passes. Needs a
+    `Step` with logits and memory.
+
+    Args:
+        kl: nats, at least 0.
+        confidence: a probability.
+    """
+
+    kl: float
+    confidence: float = 0.9
+
+    def __post_init__(self) -> None:
+        at_least("Stability", "kl", self.kl, 0.0)
+        at_least("Stability", "confidence", self.confidence, 0.0)
+
+    @property
+    def reads_stats_only(self) -> bool:
+        return False
+
+    def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
+        logits: Tensor = self._of_step(step, "logits")
+        memory: Memory = self._of_step(step, "memory")
+        if logits.ndim != 3 or logits.shape[:2] != mask.shape:
+            raise ValueError(
+                f"Stability: step.logits must be [B, N, V] with [B, N] = {tuple(mask.shape)}, got {check.describe(logits)}"
+            )
+        settled = torch.zeros_like(mask)
+        if self in memory:
+            settled = ops.kl_divergence(logits, *memory[self]) <= self.kl
+        memory[self] = (logits.clone(),)  # a model may write its next answer into the same memory
+        sure = settled & (stats.confidence >= self.confidence) & mask
+        return nothing_spent(sure | take_lowest(-stats.confidence, mask, 1))
+
+
+@dataclass(frozen=True)
+class AttentionGraph(Rule):
+    """A maximal set of positions with (a_ij + a_ji) / 2 < tau for every pair, most neighbours x confidence first.
+
+    Attention between masked positions stands in for their dependence: an edge where it reaches tau, and of the graph
+    an independent set, taken greedily by degree times confidence (DAPD, arXiv 2603.12996).
+
+    Cost: N^2 comparisons a sequence; no network. Needs a `Step` with attention [B, N, N], averaged over heads and
+    late layers; `decode` takes it from a model whose output has such a field `attention` (`AttentiveOutput`), such as one of
+    `load_model("hf:...", attention="eager")`.
+
+    Args:
+        tau: attention from which on a pair counts as dependent, at least 0.
+        limit: most positions of a pass, at least 1; None for no limit.
+    """
+
+    tau: float
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least("AttentionGraph", "tau", self.tau, 0.0)
+        if self.limit is not None:
+            check.whole("AttentionGraph", "limit", self.limit, 1)
+
+    @property
+    def reads_stats_only(self) -> bool:
+        return False
+
+    def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
+        attention: Tensor | None = getattr(step, "attention", None)
+        if attention is None:
+            raise ValueError(
+                "AttentionGraph: step must be a Step with attention; models of transformers show theirs when loaded with "
+                'attention="eager"'
+            )
+        if attention.shape != (*mask.shape, mask.shape[1]):
+            raise ValueError(
+                f"AttentionGraph: step.attention must be [B, N, N] = {(*mask.shape, mask.shape[1])}, averaged over heads "
+                f"and layers, got {check.describe(attention)}"
+            )
+        weight = (attention + attention.transpose(-1, -2)) / 2
+        pairs = mask.unsqueeze(-1) & mask.unsqueeze(-2)
+        pairs.diagonal(dim1=-2, dim2=-1).fill_(False)
+        degree = ((weight >= self.tau) & pairs).sum(dim=-1)
+        rank = -degree * stats.confidence
+        return ops.select_threshold(rank, weight, tau=self.tau, mask=mask, limit=self.limit)

@@ -1,0 +1,590 @@
+"""A policy that watches another: audits it, compares it with sequential decoding, and takes it back before it harms.
+
+Rows S13 and S17 of the source. Each sequence belongs, by its seed, to the watched policy or to a sequential control.
+The share of the watched policy is 5%, then 50%, then all but the control; it moves on when there is evidence that
+quality is not worse. Where there is evidence of harm the policy gets a tighter limit or nothing at all, and comes back
+through the same stages. Evidence is gathered one observation at a time with a known rate of false alarms (`Evidence`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mdmi_fast.watch.audit import AuditBlock, MovementBlock, Reveal, audit_position
+from mdmi_fast.cache import describe
+from mdmi_fast.watch.evidence import Evidence
+from mdmi_fast.decoding.policies import Policy, Probing, Sequential, Step
+from mdmi_fast.decoding.policies.base import checked_pass, checked_policy, checked_selection
+from mdmi_fast.decoding.randomness import draw_seeds
+from mdmi_fast.files import replace_file
+from mdmi_fast.models import MaskedModel
+from mdmi_fast.ops import Selection, TokenStats
+from mdmi_fast import checks as check
+
+_LIMITS = ("gamma", "tau", "epsilon")
+"""What a policy calls its limit, if it has one."""
+
+_REMEMBERED = 100_000
+"""Sequences whose outcome may be outstanding; the oldest beyond are forgotten and count for neither side."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When the guard speaks and when it acts. The first six are the source's (rows S13, S14 and S17).
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for a number out of its range; it is named.
+
+    Attributes:
+        correlation_alert: r of predicted and probed mutual information, below which the limit is tightened; below 1.
+        correlation_off: below which decoding falls back to sequential; below 1.
+        quality_alert: drop of quality relative to the control, beyond which the limit is tightened; a share.
+        quality_off: beyond which decoding falls back; a share.
+        latency_alert: rise of seconds a sequence relative to the control, beyond which an alarm is counted.
+        false_independence_alert: share of the pairs predicted below `tau` that are probed above it, beyond which
+            the limit is tightened; above 0.
+        movement_off: slope of how marginals move on predicted mutual information (`mdmi_fast.watch.audit`), below
+            which decoding falls back; from 0 and below 1.
+        stages: shares of the sequences that the watched policy gets, one after the other.
+        tau: nats, for false independence.
+        interval: observations on average, at least, between two false alarms of a signal; above 1.
+        step_interval: the same for moving on to the next stage although quality has dropped by `quality_off`.
+        audited_positions: audits that make one observation of r, and reveals that make one of the slope.
+        cooldown: finished sequences before a fallback or a tightened limit is tried less strictly; doubled with
+            every fallback that follows, 32-fold at most.
+    """
+
+    correlation_alert: float = 0.80
+    correlation_off: float = 0.75
+    quality_alert: float = 0.01
+    quality_off: float = 0.02
+    latency_alert: float = 0.10
+    false_independence_alert: float = 0.05
+    movement_off: float = 0.5
+    stages: tuple[float, ...] = (0.05, 0.5, 0.98)
+    tau: float = 0.05
+    interval: float = 10_000.0
+    step_interval: float = 1_000.0
+    audited_positions: int = 20
+    cooldown: int = 10_000
+
+    def __post_init__(self) -> None:
+        ranges: list[tuple[str, Callable[[float], bool], str]] = [
+            ("correlation_alert", lambda x: -1 <= x < 1, "from -1 and below 1"),
+            ("correlation_off", lambda x: -1 <= x < 1, "from -1 and below 1"),
+            ("quality_alert", lambda x: 0 <= x <= 1, "from 0 to 1"),
+            ("quality_off", lambda x: 0 <= x <= 1, "from 0 to 1"),
+            ("latency_alert", lambda x: 0 <= x < math.inf, "finite and at least 0"),
+            ("false_independence_alert", lambda x: 0 < x <= 1, "above 0 and at most 1"),
+            ("movement_off", lambda x: 0 <= x < 1, "from 0 and below 1"),
+            ("tau", lambda x: 0 <= x < math.inf, "finite and at least 0"),
+            ("interval", lambda x: 1 < x < math.inf, "finite and above 1"),
+            ("step_interval", lambda x: 1 < x < math.inf, "finite and above 1"),
+        ]
+        for name, holds, expected in ranges:
+            value = check.number("Thresholds", name, getattr(self, name))
+            if not holds(value):
+                raise ValueError(f"Thresholds: {name} must be {expected}, got {value}")
+        if not isinstance(self.stages, tuple | list):
+            raise TypeError(f"Thresholds: stages must be a sequence of numbers, got {check.describe(self.stages)}")
+        if not self.stages or not all(0 < check.number("Thresholds", "stages", share) < 1 for share in self.stages):
+            raise ValueError(f"Thresholds: stages must be shares between 0 and 1, got {self.stages}")
+        check.whole("Thresholds", "audited_positions", self.audited_positions, 1)
+        check.whole("Thresholds", "cooldown", self.cooldown, 0)
+
+
+@dataclass
+class ArmTotals:
+    """What one side, the watched policy or the control, has done so far."""
+
+    sequences: int = 0
+    quality: float = 0.0
+    passes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class _State:
+    """All that a restart must not forget; what `Guard` writes to its file."""
+
+    watched: str
+    stage: int = 0
+    scale: float = 1.0
+    fallen_back: bool = False
+    reason: str = ""
+    fallbacks_in_a_row: int = 0
+    finished_since_change: int = 0
+    correlation: float | None = None
+    false_independence: float | None = None
+    calibration: list[float] = dataclasses.field(default_factory=list)
+    audits: int = 0
+    movement_slope: float | None = None
+    movement_ratio: float | None = None
+    reveals: int = 0
+    errors: int = 0
+    alarms: dict[str, int] = dataclasses.field(default_factory=dict)
+    capital: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    policy: ArmTotals = dataclasses.field(default_factory=ArmTotals)
+    control: ArmTotals = dataclasses.field(default_factory=ArmTotals)
+
+
+class Guard:
+    """The controller around a policy; itself a policy, for `decode` with seeds or any loop that hands over a `Step`.
+
+    After a batch is decoded, `finish` tells the guard how good the sequences are. What it knows then is written to
+    the file `state`, whole or not at all, so that a restart goes on where it was; another policy, or other weights of
+    its estimator, start with the first stage. One guard serves one thread; processes have one each.
+
+    Args:
+        policy: the watched policy. Its limit (gamma, tau or epsilon) is tightened where it has one, for which it must
+            be a dataclass; r is audited where it has a source `mi`.
+        thresholds: when to speak and when to act.
+        audit_share: of the passes in which one position is probed, which costs up to 65 forward passes of one
+            sequence.
+        movement_share: of the passes in which one position, unmasked alone, is compared with the next pass, which
+            costs the source's predictions for one sequence. Only where tokens are drawn from what the model says, at
+            temperature 1 without top_k, top_p, suppressed tokens and allowed sets, and the source does not probe.
+        state: a JSON file.
+        watched: names the policy in the file; None: its settings and weights.
+        seed: of the choice of what to audit.
+
+    Raises:
+        TypeError: for what is no policy; if a state is kept, `watched` is not given, and the policy cannot be described
+            by its settings.
+        ValueError: if audit_share or movement_share is no share.
+
+    Example:
+        >>> from mdmi_fast import MIBudget, Probing, decode
+        >>> from mdmi_fast.models.exact import JointTable
+        >>> model = JointTable(torch.tensor([[0.6, 0.0], [0.0, 0.4]]))
+        >>> guard, seeds = Guard(MIBudget(Probing(), gamma=0.1)), torch.arange(40)
+        >>> result = decode(model, torch.full((40, 2), 2), guard, seeds=seeds)
+        >>> guard.finish(seeds, quality=(result.tokens[:, 0] == result.tokens[:, 1]).double(), passes=result.passes)
+        >>> guard.state.policy.sequences, guard.state.control.sequences
+        (1, 39)
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        thresholds: Thresholds | None = None,
+        audit_share: float = 0.01,
+        movement_share: float = 0.1,
+        state: str | Path | None = None,
+        watched: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, share in (("audit_share", audit_share), ("movement_share", movement_share)):
+            if not 0 <= check.number("Guard", name, share) <= 1:
+                raise ValueError(f"Guard: {name} must be from 0 to 1, got {share}")
+        checked_policy("Guard", policy)
+        self.policy, self.control = policy, Sequential()
+        self.thresholds = thresholds or Thresholds()
+        self.audit_share, self.movement_share = audit_share, movement_share
+        self._path = None if state is None else Path(state)
+        self._random = random.Random(seed)
+        if watched is None:
+            watched = repr(policy) if state is None else describe(policy)
+        self.state = self._load(watched)
+        self._arms: OrderedDict[int, bool | None] = OrderedDict()
+        self._waiting: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        self._block = AuditBlock()
+        self._reveal: Reveal | None = None
+        self._movement = MovementBlock()
+        self._tightened = self._with_limit(self.state.scale)
+        limits = self.thresholds
+        upper = {
+            "quality_alert": 1.0,
+            "quality_off": 1.0,
+            "correlation_alert": 1.0 - limits.correlation_alert,
+            "correlation_off": 1.0 - limits.correlation_off,
+            "false_independence_alert": limits.false_independence_alert,
+            "movement_off": 1.0 - limits.movement_off,
+            "latency_alert": 1.0,
+            "step": 1.0,
+        }
+        self._evidence = {
+            name: Evidence(
+                upper=most,
+                interval=limits.step_interval if name == "step" else limits.interval,
+                capital=self.state.capital.get(name),
+            )
+            for name, most in upper.items()
+        }
+
+    def __repr__(self) -> str:
+        return f"Guard({self.policy!r})"
+
+    @property
+    def share(self) -> float:
+        """Of new sequences, how many the watched policy decodes."""
+        return 0.0 if self.state.fallen_back else self.thresholds.stages[self.state.stage]
+
+    def select(self, stats: TokenStats, hidden: Any, mask: Any, step: int) -> Selection:
+        seeds = getattr(step, "seeds", None)
+        if seeds is None:
+            raise ValueError("Guard: step must be a Step with seeds, got a bare number")
+        stats, hidden, mask = checked_pass("Guard", stats, hidden, mask)
+        step = Step.with_stats(step, stats)  # an audit asks sources that read the marginals too
+        self._see_movement(step)
+        arms = [self._arm(seed) for seed in seeds.tolist()]
+        watched = torch.tensor(arms, device=mask.device).unsqueeze(-1)
+        if self.audit_share and self._random.random() < self.audit_share:
+            self._audit(hidden, mask, step)
+        nothing = Selection(torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.float64, device=mask.device))
+        ours = nothing
+        if any(arms):
+            try:
+                ours = self._tightened.select(stats, hidden, mask & watched, step)
+                checked_selection(self.policy, ours.selected, mask & watched, step)
+            except Exception as error:  # whatever it is, sequential decoding goes on
+                self._failed(error)
+                arms, watched = [False] * len(arms), torch.zeros_like(watched)
+        theirs = nothing if all(arms) else self.control.select(stats, hidden, mask & ~watched, step)
+        selected = torch.where(watched, ours.selected, theirs.selected)
+        if self.movement_share and self._random.random() < self.movement_share:
+            self._await_movement(hidden, mask, step, selected)
+        return Selection(selected, ours.spent + theirs.spent)
+
+    def finish(
+        self,
+        seeds: Tensor,
+        *,
+        quality: Tensor | Sequence[float] | None = None,
+        seconds: Tensor | Sequence[float] | None = None,
+        passes: Tensor | Sequence[float] | None = None,
+    ) -> None:
+        """Tell how decoded sequences turned out; the guard draws its conclusions and writes its state.
+
+        Args:
+            seeds: [B] int64, as decoded.
+            quality: [B] from 0 to 1, such as whether a board is valid, or `pseudo_likelihood`.
+            seconds: [B] each sequence took.
+            passes: [B] forward passes.
+
+        Raises:
+            ValueError: for a number out of its range, or not one for each sequence; nothing has been counted then.
+        """
+        columns = [
+            _numbers("quality", quality, seeds, "from 0 to 1", 1.0),
+            _numbers("seconds", seconds, seeds, "finite and at least 0", sys.float_info.max),
+            _numbers("passes", passes, seeds, "finite and at least 0", sys.float_info.max),
+        ]
+        for seed, good, took, count in zip(seeds.tolist(), *columns, strict=True):
+            self.state.finished_since_change += 1
+            arm = self._arms.pop(seed, None)
+            if arm is None:
+                continue
+            totals = self.state.policy if arm else self.state.control
+            totals.sequences += 1
+            totals.quality += good or 0.0
+            totals.seconds += took or 0.0
+            totals.passes += int(count or 0)
+            if good is not None and not self.state.fallen_back:
+                self._waiting[arm].append((good, math.nan if took is None else took))
+                self._compare()
+        self._recover()
+        self.save()
+
+    def report(self) -> dict[str, Any]:
+        """All that the guard knows, as it is written to its file and read by the metrics."""
+        self.state.capital = {name: evidence.capital for name, evidence in self._evidence.items()}
+        return {**dataclasses.asdict(self.state), "share": self.share}
+
+    def save(self) -> None:
+        """Write the state, if there is a file for it."""
+        if self._path is not None:
+            with replace_file(self._path) as temporary:
+                temporary.write_text(json.dumps(self.report(), indent=1) + "\n")
+
+    def _load(self, watched: str) -> _State:
+        if self._path is None or not self._path.exists():
+            return _State(watched)
+        state, _ = read_state(self._path)
+        if state.watched != watched:
+            return _State(watched)
+        if not 0 <= state.stage < len(self.thresholds.stages):
+            raise ValueError(f"{self._path}: not the state of a guard: there is no stage {state.stage}")
+        return state
+
+    def _arm(self, seed: int) -> bool:
+        """Whether a sequence is the watched policy's: decided when it is first seen, by its seed and the share."""
+        if seed not in self._arms:
+            self._arms[seed] = _luck(seed) < self.share
+            if len(self._arms) > _REMEMBERED:
+                self._arms.popitem(last=False)
+        return bool(self._arms[seed]) and not self.state.fallen_back
+
+    def _compare(self) -> None:
+        """One observation from the sequences that wait on either side, as soon as there is one on both."""
+        if not self._waiting[True] or not self._waiting[False]:
+            return
+        (ours, our_seconds), (theirs, their_seconds) = (
+            tuple(math.fsum(column) / len(side) for column in zip(*side, strict=True))
+            for side in (self._waiting[True], self._waiting[False])
+        )
+        self._waiting = {True: [], False: []}
+        limits = self.thresholds
+        if self._evidence["step"].add((1 - limits.quality_off) * theirs - ours):
+            self._next_stage()
+        allowed = (1 + limits.latency_alert) * their_seconds
+        if our_seconds + allowed > 0 and self._evidence["latency_alert"].add(
+            (allowed - our_seconds) / (allowed + our_seconds)
+        ):
+            self._count("latency_alert")
+        if self._evidence["quality_off"].add(ours - (1 - limits.quality_off) * theirs):
+            self._fall_back("quality_off")
+        elif self._evidence["quality_alert"].add(ours - (1 - limits.quality_alert) * theirs):
+            self._tighten("quality_alert")
+
+    def _audit(self, hidden: Tensor, mask: Tensor, step: Step) -> None:
+        source = getattr(self.policy, "mi", None)
+        rows = (mask.sum(dim=-1) >= 2).nonzero().squeeze(-1).tolist()
+        if source is None or step.model is None or not rows:
+            return
+        row = self._random.choice(rows)
+        position = self._random.choice(mask[row].nonzero().squeeze(-1).tolist())
+        try:
+            self._block.add(*audit_position(source, hidden, mask, step, row, position))
+        except Exception as error:
+            self._failed(error)
+            return
+        self.state.audits += 1
+        if self._block.positions < self.thresholds.audited_positions:
+            return
+        block, self._block = self._block, AuditBlock()
+        r = block.correlation()
+        if r is None or math.isnan(r):
+            return
+        limits, state = self.thresholds, self.state
+        state.correlation, state.calibration = r, block.calibration()
+        state.false_independence = block.false_independence(limits.tau)
+        if self._evidence["correlation_off"].add(r - limits.correlation_off):
+            self._fall_back("correlation_off")
+        elif self._evidence["correlation_alert"].add(r - limits.correlation_alert):
+            self._tighten("correlation_alert")
+        elif state.false_independence is not None and self._evidence["false_independence_alert"].add(
+            limits.false_independence_alert - state.false_independence
+        ):
+            self._tighten("false_independence_alert")
+
+    def _await_movement(self, hidden: Tensor, mask: Tensor, step: Step, selected: Tensor) -> None:
+        """Keep one of the positions that are unmasked alone in their sequence for a look at the next pass."""
+        source = getattr(self.policy, "mi", None)
+        if source is None or not step.sampled or step.model is None or step.tokens is None or step.logits is None:
+            return
+        if isinstance(getattr(source, "source", source), Probing):
+            return
+        alone = (selected.sum(dim=-1) == 1) & (mask.sum(dim=-1) >= 3)  # two pairs at least: a slope needs them
+        rows = alone.nonzero().squeeze(-1).tolist()
+        if not rows:
+            return
+        row = self._random.choice(rows)
+        position = int(selected[row].nonzero())
+        try:
+            self._reveal = Reveal.of(source, hidden, mask, step, row, position, self._random)
+        except Exception as error:
+            self._failed(error)
+
+    def _see_movement(self, step: Step) -> None:
+        reveal, self._reveal = self._reveal, None
+        if reveal is None or step.model is None or step.tokens is None or step.logits is None:
+            return
+        moved = reveal.moved(step, step.model.mask_token_id)
+        if moved is None:
+            return
+        self._movement.add(reveal.predicted, moved)
+        self.state.reveals += 1
+        if self._movement.reveals < self.thresholds.audited_positions:
+            return
+        block, self._movement = self._movement, MovementBlock()
+        slope, limits = block.slope(), self.thresholds
+        if slope is None:
+            return
+        self.state.movement_slope, self.state.movement_ratio = slope, block.ratio()
+        # A slope above 1 is luck, or predictions that are too low: neither makes up for others below.
+        if self._evidence["movement_off"].add(min(slope, 1.0) - limits.movement_off):
+            self._fall_back("movement_off")
+
+    def _count(self, alarm: str) -> None:
+        self.state.alarms[alarm] = self.state.alarms.get(alarm, 0) + 1
+
+    def _changed(self, reason: str) -> None:
+        self.state.reason, self.state.finished_since_change = reason, 0
+        self._waiting = {True: [], False: []}
+
+    def _next_stage(self) -> None:
+        if self.state.stage + 1 < len(self.thresholds.stages):
+            self.state.stage += 1
+            self._changed("step")
+        else:
+            self.state.fallbacks_in_a_row = 0
+
+    def _tighten(self, alarm: str) -> None:
+        """Half the limit, three times at most, of a policy that has one."""
+        self._count(alarm)
+        tighter = self.state.scale / 2
+        if not self.state.fallen_back and tighter >= 1 / 8 and self._with_limit(tighter) is not self.policy:
+            self._use_scale(tighter)
+            self._changed(alarm)
+
+    def _fall_back(self, alarm: str) -> None:
+        self._count(alarm)
+        if self.state.fallen_back:
+            return
+        self.state.fallen_back, self.state.stage = True, 0
+        self.state.fallbacks_in_a_row += 1
+        # What is found from here on decides on the return.
+        self.state.correlation = self.state.movement_slope = None
+        # A sequence that both sides had a part in tells of neither.
+        self._arms = OrderedDict((seed, None if arm else arm) for seed, arm in self._arms.items())
+        self._changed(alarm)
+        self.save()
+
+    def _failed(self, error: Exception) -> None:
+        self.state.errors += 1
+        if not self.state.fallen_back:
+            warnings.warn(f"Guard: {self.policy!r} failed, decoding sequentially: {error}", stacklevel=3)
+        self._fall_back("error")
+
+    def _recover(self) -> None:
+        """After a quiet time: from a fallback to the first stage, or to a limit half as tight."""
+        state = self.state
+        patience = self.thresholds.cooldown * 2 ** min(max(state.fallbacks_in_a_row - 1, 0), 5)
+        if state.finished_since_change < patience:
+            return
+        if state.fallen_back:
+            limits = self.thresholds
+            if state.correlation is not None and state.correlation < limits.correlation_alert:
+                return
+            if state.movement_slope is not None and state.movement_slope < limits.movement_off:
+                return
+            state.fallen_back = False
+            for evidence in self._evidence.values():
+                evidence.reset()
+            self._use_scale(1.0)
+            self._changed("retry")
+        elif state.scale < 1:
+            self._use_scale(min(1.0, state.scale * 2))
+            self._changed("relax")
+
+    def _use_scale(self, scale: float) -> None:
+        self.state.scale = scale
+        self._tightened = self._with_limit(scale)
+
+    def _with_limit(self, scale: float) -> Policy:
+        """The policy with its limit times `scale`; itself where it has none, or scale is 1."""
+        policy: Any = self.policy
+        name = next((name for name in _LIMITS if hasattr(policy, name)), None)
+        if name is not None and scale != 1:
+            policy = dataclasses.replace(policy, **{name: _scaled(getattr(policy, name), scale)})
+        return policy  # type: ignore[no-any-return]
+
+
+def read_state(path: Path) -> tuple[_State, float]:
+    """What a guard wrote to its file: its state and the share of the watched policy.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not the state of a guard; the file is named.
+    """
+    try:
+        held = json.loads(path.read_text())
+        share = held.pop("share")
+        held["policy"], held["control"] = ArmTotals(**held["policy"]), ArmTotals(**held["control"])
+        state = _State(**held)
+        check.whole("state", "stage", state.stage, 0)
+        if not isinstance(state.fallen_back, bool):
+            raise TypeError(f"state: fallen_back must be true or false, got {state.fallen_back!r}")
+        counts = [share, state.scale, state.audits, state.reveals, state.errors, *state.alarms.values()]
+        counts += [state.fallbacks_in_a_row, state.finished_since_change]
+        counts += [*vars(state.policy).values(), *vars(state.control).values()]
+        found = [state.correlation, state.false_independence, state.movement_slope, state.movement_ratio]
+        # Nothing may have been found yet, and the calibration of a bin that nothing fell into is NaN.
+        known = [number for number in found if number is not None] + [x for x in state.calibration if x == x]
+        for number in counts + known:
+            check.number("state", "each number", number)
+        for capital in state.capital.values():
+            Evidence(upper=1.0, interval=2.0, capital=[check.number("state", "capital", held) for held in capital])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not the state of a guard: {error}") from error
+    return state, share
+
+
+def pseudo_likelihood(
+    model: MaskedModel, tokens: Tensor, decoded: Tensor, *, positions: int = 8, generator: torch.Generator | None = None
+) -> Tensor:
+    """How well each sequence fits the model itself: exp(mean log p(x_i | all others)), over a few decoded positions.
+
+    A quality for `Guard.finish` where the task has no score of its own. One forward pass a position.
+
+    Args:
+        model: the masked model.
+        tokens: [B, N] int64, decoded.
+        decoded: [B, N] bool, the positions that were masked at first.
+        positions: drawn in each sequence, with replacement.
+        generator: of the draw.
+
+    Returns:
+        [B] float64 from 0 to 1; 1 where nothing was decoded.
+    """
+    total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
+    some = decoded.any(dim=-1)
+    rows = some.nonzero().squeeze(-1)
+    if not len(rows):
+        return total.exp()
+    seeds = draw_seeds(positions, generator, tokens.device).tolist()
+    for seed in seeds:
+        luck = torch.rand(decoded.shape, generator=torch.Generator().manual_seed(seed)).to(tokens.device)
+        at = luck.masked_fill(~decoded, -1.0).argmax(dim=-1)[rows]
+        states = tokens[rows].clone()
+        hidden_token = states.gather(1, at.unsqueeze(-1)).squeeze(-1)
+        states.scatter_(1, at.unsqueeze(-1), model.mask_token_id)
+        with torch.no_grad():
+            logits = model(states).logits
+        chosen = logits[torch.arange(len(rows), device=tokens.device), at].double().log_softmax(dim=-1)
+        total[rows] += chosen.gather(1, hidden_token.unsqueeze(-1)).squeeze(-1)
+    return (total / positions).exp()
+
+
+def _luck(seed: int) -> float:
+    """A number in [0, 1) for a seed, that has nothing to do with what `decode` draws from it."""
+    return random.Random(f"guard {seed}").random()
+
+
+def _scaled(limit: Any, scale: float) -> Any:
+    """A limit times a number: itself a number or a tensor, or a schedule of numbers."""
+    if dataclasses.is_dataclass(limit) and not isinstance(limit, type):
+        fields = {field.name: scale * getattr(limit, field.name) for field in dataclasses.fields(limit)}
+        return dataclasses.replace(limit, **fields)
+    return scale * limit
+
+
+def _numbers(
+    name: str, values: Tensor | Sequence[float] | None, seeds: Tensor, expected: str, most: float
+) -> list[Any]:
+    """An argument of `Guard.finish`, a float from 0 to `most` for each sequence; None for each if it was not given."""
+    if values is None:
+        return [None] * len(seeds)
+    numbers = [float(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+    if len(numbers) != len(seeds):
+        raise ValueError(f"Guard: {name} must hold a number for each of {len(seeds)} sequences, got {len(numbers)}")
+    for seed, number in zip(seeds.tolist(), numbers, strict=True):
+        if not 0 <= number <= most:
+            raise ValueError(f"Guard: {name} must be {expected}, got {number:g} of the sequence with seed {seed}")
+    return numbers
