@@ -20,9 +20,10 @@ def extensions():
     return [
         Pybind11Extension(
             "mdmi_fast._C",
-            sources=sorted(map(str, Path("csrc").glob("*.cpp"))),
+            sources=sorted(map(str, Path("csrc").rglob("*.cpp"))),
+            include_dirs=["csrc"],
             depends=sorted(
-                map(str, [*Path("csrc").glob("*.h"), *Path("csrc").glob("*.hpp"), *Path("csrc").glob("*.inc")])
+                map(str, [*Path("csrc").rglob("*.h"), *Path("csrc").rglob("*.hpp"), *Path("csrc").rglob("*.inc")])
             ),  # rebuilds, and belongs to the source distribution
             cxx_std=17,
             # No contraction: costs of a selection must round the same everywhere; kernels ask for fma by name.
@@ -50,7 +51,7 @@ class BuildExtension(build_ext):
             extra_postargs=ext.extra_link_args,
             target_lang="c++",
         )
-        shutil.copy("csrc/mdmi_fast.h", folder)
+        shutil.copy("csrc/api/mdmi_fast.h", folder)
 
     def copy_extensions_to_source(self):
         super().copy_extensions_to_source()

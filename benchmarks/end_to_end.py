@@ -29,8 +29,17 @@ from torch import Tensor
 
 from mdmi_fast import Selection, TokenStats, decode, load_estimator, load_model, set_num_threads
 from mdmi_fast.decoding import MISource, Policy, parse_policy
+from mdmi_fast.decoding.calibrate import (
+    YARDSTICK,
+    Measured,
+    Quality,
+    Target,
+    Tried,
+    candidates,
+    choose,
+    pseudo_likelihood,
+)
 from mdmi_fast.decoding.randomness import draw_seeds
-from mdmi_fast.decoding.calibrate import YARDSTICK, Measured, Quality, Target, Tried, candidates, choose, pseudo_likelihood
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel, MaskedOutput
 from mdmi_fast.tasks.protein.chains import read_fasta

@@ -14,10 +14,10 @@ import torch
 
 from mdmi_fast import MIBudget, decode, load_estimator, load_model
 from mdmi_fast.decoding import Policy
-from mdmi_fast.watch.guard import Guard, Thresholds
 from mdmi_fast.files import replace_file
-from mdmi_fast.watch import Traced
 from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
+from mdmi_fast.watch import Traced
+from mdmi_fast.watch.guard import Guard, Thresholds
 
 RESULTS = Path(__file__).parent / "results" / "guard_overhead.csv"
 BOARDS, ROUNDS = 64, 15

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from mdmi_fast import EntropyBound, Sequential, decode, load_estimator, load_model
-from mdmi_fast.watch.audit import MovementBlock, Reveal
-from mdmi_fast.watch.evidence import Evidence
-from mdmi_fast.watch.guard import Guard, Thresholds
 from mdmi_fast.decoding.policies import Step
 from mdmi_fast.estimator.network import PairScorer
 from mdmi_fast.files import replace_file
 from mdmi_fast.ops import Selection, TokenStats
+from mdmi_fast.watch.audit import MovementBlock, Reveal
+from mdmi_fast.watch.evidence import Evidence
+from mdmi_fast.watch.guard import Guard, Thresholds
 
 RESULTS = Path(__file__).parent / "results" / "guard.csv"
 QUALITY, CORRELATION, CORRELATION_SD = 0.926, 0.89, 0.036

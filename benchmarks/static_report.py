@@ -19,10 +19,10 @@ from typing import Any
 
 import triton
 
-from mdmi_fast.files import replace_file
 from mdmi_fast.backends.triton import _cases, _launches, _offline
 from mdmi_fast.backends.triton._common import Tile
 from mdmi_fast.backends.triton._launches import PairTile
+from mdmi_fast.files import replace_file
 
 RESULTS = Path(__file__).parent / "results"
 

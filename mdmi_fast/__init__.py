@@ -1,14 +1,13 @@
 """Who depends on whom among the masked positions of a masked model, and which of them can be unmasked together.
 
-Importing this touches no driver, no Triton and no drawing library. `decode` is the function, also after something
-imports the package of the same name, because that is imported here first.
+Importing this touches no driver, no Triton and no drawing library.
 """
 
 from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from mdmi_fast import ops
+from mdmi_fast import _moved, ops
 from mdmi_fast.decoding import (
     AttentionGraph,
     Coloring,
@@ -72,3 +71,5 @@ __all__ = [
     "tune",
     "warmup",
 ]
+
+_moved.install()

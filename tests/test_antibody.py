@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mdmi_fast import load_model
 from mdmi_fast.cli import main
-from mdmi_fast.models import antibody
+from mdmi_fast.tasks.protein import models as antibody
 from mdmi_fast.tasks.protein.models import PACKAGES, RESIDUES, fetch, is_fetched
 
 CHAIN = (

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import EntropyBound, MIBudget, PairwiseMIEstimator, Probing, Sequential, TopK, decode
-from mdmi_fast.watch.audit import AuditBlock, MovementBlock, Reveal, audit_position
-from mdmi_fast.watch.evidence import Evidence
-from mdmi_fast.watch.guard import Guard, Thresholds, pseudo_likelihood
 from mdmi_fast.decoding.policies import MISource, Step
 from mdmi_fast.labels import label_mi
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
 from mdmi_fast.ops import Selection, TokenStats, token_stats
+from mdmi_fast.watch.audit import AuditBlock, MovementBlock, Reveal, audit_position
+from mdmi_fast.watch.evidence import Evidence
+from mdmi_fast.watch.guard import Guard, Thresholds, pseudo_likelihood
 
 SOON = Thresholds(
     stages=(0.2, 0.5, 0.9), interval=100, step_interval=20, quality_off=0.1, quality_alert=0.05, cooldown=200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import textwrap
 import pytest
 
 import mdmi_fast
+from mdmi_fast import _moved
+from tools import measure_house
 
 
 def python(code: str, **environment: str) -> str:
@@ -75,7 +78,7 @@ def test_works_without_the_extension_and_without_triton() -> None:
     assert python(code, MDMI_BACKEND="").split() == ["1", "True"]
 
 
-def test_every_module_imports_without_any_extra() -> None:
+def test_every_module_imports_without_any_extra_and_by_new_names() -> None:
     code = """
         import importlib, pkgutil, sys
         import torch
@@ -89,9 +92,9 @@ def test_every_module_imports_without_any_extra() -> None:
         own = [name for name in names if not name.startswith(others)]
         for name in own:
             importlib.import_module(name)
-        print(len(own) > 60)
+        print(len(own) > 60, [name for name in mdmi_fast._moved.MODULES if name in sys.modules])
         """
-    assert python(code).strip() == "True"
+    assert python(code).strip() == "True []"
 
 
 @pytest.mark.parametrize("name", mdmi_fast.__all__)
@@ -99,14 +102,48 @@ def test_public_names_are_there(name: str) -> None:
     assert getattr(mdmi_fast, name) is not None
 
 
-def test_decode_is_the_function_whatever_is_imported() -> None:
+def test_modules_that_moved_are_found_by_their_old_names_with_a_warning() -> None:
     code = """
-        import mdmi_fast.decoding.loop
-        from mdmi_fast.decoding import TopK
-        import mdmi_fast
-        print(mdmi_fast.decoding.__name__, mdmi_fast.TopK is TopK)
+        import warnings
+        warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as said:
+            import mdmi_fast.decode.loop
+            from mdmi_fast.decode import TopK
+            from mdmi_fast.decode.guard import Guard
+            from mdmi_fast.decode.policies.base import Rule
+            from mdmi_fast.native import pairwise
+            from mdmi_fast.monitor.metrics import Collector
+        import mdmi_fast, mdmi_fast.decoding.loop, mdmi_fast.watch.guard, mdmi_fast.decoding.policies.base
+        print({str(w.message).split()[0] for w in said} >= {"mdmi_fast.decode", "mdmi_fast.decode.guard", "mdmi_fast.native"})
+        print(all(w.category is DeprecationWarning for w in said))
+        print(mdmi_fast.decode.loop is mdmi_fast.decoding.loop, Guard is mdmi_fast.watch.guard.Guard)
+        print(Rule is mdmi_fast.decoding.policies.base.Rule, mdmi_fast.TopK is TopK)
+        print(mdmi_fast.decoding.loop.__spec__.name, pairwise.__name__)
+        model = mdmi_fast.load_model("sudoku")
+        import torch
+        print(mdmi_fast.decode(model, torch.ones(1, 81, dtype=torch.int64), TopK(1)).passes.tolist())
         """
-    assert python(code).split() == ["decode", "True"]
+    assert python(code).splitlines() == [
+        *("True", "True", "True True", "True True"),
+        "mdmi_fast.decoding.loop mdmi_fast.backends.cpp.pairwise",
+        "[0]",
+    ]
+
+
+def test_decode_is_the_function() -> None:
+    assert python("import mdmi_fast.decoding, mdmi_fast; print(mdmi_fast.decode.__name__)").strip() == "decode"
+
+
+@pytest.mark.parametrize("old", _moved.MODULES)
+def test_what_moved_is_there(old: str) -> None:
+    new = _moved.new_name(old)
+    assert new is not None
+    assert importlib.import_module(new).__name__ == new
+
+
+def test_imports_go_downwards_only() -> None:
+    assert measure_house.upward_imports() == []
+    assert measure_house.rooms_without_floor() == []
 
 
 def test_unknown_names_are_attribute_errors() -> None:

@@ -23,9 +23,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mdmi_fast import EntropyBound, MIBudget, Probing, TopK, UnsupportedError, decode
 from mdmi_fast.cache import Cache, CachedMI, MemoryStore
-from mdmi_fast.watch.guard import Guard, Thresholds
 from mdmi_fast.models.exact import JointTable
 from mdmi_fast.watch import Collector, Traced
+from mdmi_fast.watch.guard import Guard, Thresholds
 
 MONITOR = files("mdmi_fast.watch")
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from mdmi_fast.models import MaskedOutput
-from mdmi_fast.tasks.protein.models import RESIDUES
-from mdmi_fast.tasks.protein.letters import LetterTokenizer
 from mdmi_fast.models.loading import find_for_model
 from mdmi_fast.tasks.likelihood import mean_estimate, surprise
 from mdmi_fast.tasks.protein.chains import Chain, fetch_chains, read_fasta, translate, write_fasta
+from mdmi_fast.tasks.protein.letters import LetterTokenizer
+from mdmi_fast.tasks.protein.models import RESIDUES
 from mdmi_fast.tasks.protein.scores import Reference, diversity, jensen_shannon
 from mdmi_fast.tasks.protein.states import TASKS, decoding_states, heavy_states, prompts, split
 from mdmi_fast.tasks.protein.structure import enrichment, known_pairs, rank_share

@@ -122,8 +122,7 @@ def measures() -> dict[str, list[str]]:
     every = [function for path in package for function in functions(path)]
     backends = [
         function
-        for room in ("backends", "eager", "native", "kernels")
-        for path in python_files(ROOT / PACKAGE / room)
+        for path in python_files(ROOT / PACKAGE / "backends")
         for function in functions(path)
         if not function.where.split()[-1].endswith("kernel")
     ]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import decode, load_estimator, load_model, set_num_threads
-from mdmi_fast.decoding import Policy, needs_mi, parse_policy
 from mdmi_fast.cache import Cache, CachedPolicy, DiskStore, MemoryStore, RedisStore
-from mdmi_fast.watch.guard import Guard, pseudo_likelihood
+from mdmi_fast.decoding import Policy, needs_mi, parse_policy
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import Selection, TokenStats
 from mdmi_fast.tasks.sudoku.boards import is_valid_board
+from mdmi_fast.watch.guard import Guard, pseudo_likelihood
 
 
 class Job(NamedTuple):

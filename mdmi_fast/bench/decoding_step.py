@@ -14,8 +14,8 @@ from mdmi_fast.bench.measure import Figure, Workload
 from mdmi_fast.decoding import DecodeResult, MIBudget, Policy, Sequential, decode
 from mdmi_fast.estimator import PairwiseMIEstimator
 from mdmi_fast.models import load_model
-from mdmi_fast.tasks.protein.models import is_fetched
 from mdmi_fast.ops import Selection
+from mdmi_fast.tasks.protein.models import is_fetched
 from mdmi_fast.tasks.sudoku.demo import Task, make_task
 from mdmi_fast.tasks.sudoku.model import MASK_TOKEN
 

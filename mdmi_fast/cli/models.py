@@ -25,8 +25,8 @@ def add(subparsers: Any) -> None:
 
 
 def run_list(options: argparse.Namespace) -> int:
-    from mdmi_fast.tasks.protein.models import PACKAGES
     from mdmi_fast.models.loading import registered
+    from mdmi_fast.tasks.protein.models import PACKAGES
 
     for name, entry in registered("mdmi_fast.models").items():
         if name in PACKAGES:

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.decoding.loop import decode
 from mdmi_fast.decoding.policies import MISource, needs_mi, parse_policy
 from mdmi_fast.decoding.randomness import draw_seeds
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
-from mdmi_fast import checks as check
 
 Quality = Callable[[Tensor, Tensor, Tensor], Tensor]
 """How good decoded tokens [B, N] are, given what was asked for [B, N] bool and the sequences' numbers [B] in the data:

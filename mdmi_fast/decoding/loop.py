@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast.decoding.policies import Memory, Policy, Step
 from mdmi_fast.decoding.policies.base import checked_policy, checked_selection, take_lowest
 from mdmi_fast.decoding.randomness import draw_seeds, places, uniform
@@ -18,7 +19,6 @@ from mdmi_fast.decoding.trace import PassRecord, blocking
 from mdmi_fast.decoding.vocabulary import Vocabulary, checked_tokens
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import TokenStats
-from mdmi_fast import checks as check
 
 
 class DecodeResult(NamedTuple):

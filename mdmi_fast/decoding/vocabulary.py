@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import TokenStats
-from mdmi_fast import checks as check
 
 _TILE = 1 << 20
 """Logits that are copied at a time: memory does not grow with the model's answer."""

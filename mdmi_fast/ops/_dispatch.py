@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.checks import describe
+from mdmi_fast.errors import UnsupportedError
 
-_PACKAGES = {"triton": "mdmi_fast.backends.triton", "cpp": "mdmi_fast.backends.cpp", "torch": "mdmi_fast.backends.torch"}
 _DEVICES = {"triton": "cuda", "cpp": "cpu"}  # torch runs on all
 
-BACKENDS = tuple(_PACKAGES)
+BACKENDS = ("triton", "cpp", "torch")
 """Names of the backends; the first that can run a call is the default."""
 
 OPS = {
@@ -37,7 +36,7 @@ OPS = {
 def _module(backend: str, stem: str) -> types.ModuleType | str:
     """The module of a backend, or why there is none."""
     try:
-        return importlib.import_module(f"{_PACKAGES[backend]}.{stem}")
+        return importlib.import_module(f"mdmi_fast.backends.{backend}.{stem}")
     except ImportError as error:
         return f"cannot be imported ({error})"
 
@@ -95,7 +94,7 @@ def choose(
         UnsupportedError: the one named cannot run the call; every backend's reasons are listed.
     """
     named = backend or os.environ.get("MDMI_BACKEND") or None
-    if named is not None and named not in _PACKAGES:
+    if named is not None and named not in BACKENDS:
         source = "backend" if backend else "MDMI_BACKEND"
         raise ValueError(f"{op}: {source} must be one of {', '.join(BACKENDS)}, got {named!r}")
     device = tensors[0].device.type

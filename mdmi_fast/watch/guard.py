@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdmi_fast.watch.audit import AuditBlock, MovementBlock, Reveal, audit_position
+from mdmi_fast import checks as check
 from mdmi_fast.cache import describe
-from mdmi_fast.watch.evidence import Evidence
 from mdmi_fast.decoding.policies import Policy, Probing, Sequential, Step
 from mdmi_fast.decoding.policies.base import checked_pass, checked_policy, checked_selection
 from mdmi_fast.decoding.randomness import draw_seeds
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import Selection, TokenStats
-from mdmi_fast import checks as check
+from mdmi_fast.watch.audit import AuditBlock, MovementBlock, Reveal, audit_position
+from mdmi_fast.watch.evidence import Evidence
 
 _LIMITS = ("gamma", "tau", "epsilon")
 """What a policy calls its limit, if it has one."""

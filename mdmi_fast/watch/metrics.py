@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mdmi_fast.watch.audit import CALIBRATION_EDGES
 from mdmi_fast.cache import Cache
-from mdmi_fast.watch.guard import Guard, read_state
 from mdmi_fast.errors import UnsupportedError
+from mdmi_fast.watch.audit import CALIBRATION_EDGES
+from mdmi_fast.watch.guard import Guard, read_state
 
 
 class Collector:

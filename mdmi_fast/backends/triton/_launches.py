@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 import triton
 
-from mdmi_fast.files import replace_file
 from mdmi_fast.backends.triton import _common
 from mdmi_fast.backends.triton._common import Tile
+from mdmi_fast.files import replace_file
 
 
 class PairTile(NamedTuple):

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast.decoding.arrays import as_tensor
 from mdmi_fast.decoding.randomness import places, uniform
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import Selection, TokenStats
-from mdmi_fast import checks as check
 
 
 class Memory(dict[Hashable, tuple[Tensor, ...]]):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast.decoding.policies.base import (
     Limit,
     Rule,
@@ -19,7 +20,6 @@ from mdmi_fast.decoding.policies.base import (
     take_lowest,
 )
 from mdmi_fast.ops import Selection, TokenStats
-from mdmi_fast import checks as check
 
 
 @dataclass(frozen=True)

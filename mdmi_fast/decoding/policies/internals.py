@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.decoding.policies.base import Memory, Rule, at_least, nothing_spent, take_lowest
 from mdmi_fast.ops import Selection, TokenStats
-from mdmi_fast import checks as check
 
 
 @dataclass(frozen=True)

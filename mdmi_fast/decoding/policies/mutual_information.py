@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.decoding.policies.base import (
     Limit,
@@ -27,7 +28,6 @@ from mdmi_fast.decoding.policies.base import (
 from mdmi_fast.decoding.randomness import places
 from mdmi_fast.labels import FORMS, Form, label_mi
 from mdmi_fast.ops import Selection, TokenStats
-from mdmi_fast import checks as check
 
 Answer = TypeVar("Answer")
 

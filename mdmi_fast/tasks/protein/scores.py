@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mdmi_fast.tasks.protein.models import RESIDUES
 from mdmi_fast.tasks.likelihood import Estimate, Floats
+from mdmi_fast.tasks.protein.models import RESIDUES
 
 _FROM_START, _FROM_END, _PLACES = 100, 20, 32
 _GROUPS = ("AVILMC", "FWY", "STNQ", "KRH", "DE", "GP")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mdmi_fast.decoding import Random, Sequential, decode
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.tasks.protein.letters import LetterTokenizer
 from mdmi_fast.tasks.protein.chains import Chain, own_chains
+from mdmi_fast.tasks.protein.letters import LetterTokenizer
 
 Task = Literal["generate", "infill", "complete"]
 TASKS: tuple[Task, ...] = get_args(Task)

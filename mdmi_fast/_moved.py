@@ -1,0 +1,85 @@
+"""Modules that have moved. Their old names work until version 0.3, with a DeprecationWarning; then this file goes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+MODULES = {
+    "mdmi_fast.decode": "mdmi_fast.decoding",
+    "mdmi_fast.decode.audit": "mdmi_fast.watch.audit",
+    "mdmi_fast.decode.cache": "mdmi_fast.cache",
+    "mdmi_fast.decode.evidence": "mdmi_fast.watch.evidence",
+    "mdmi_fast.decode.guard": "mdmi_fast.watch.guard",
+    "mdmi_fast.decode.tune": "mdmi_fast.decoding.calibrate",
+    "mdmi_fast.eager": "mdmi_fast.backends.torch",
+    "mdmi_fast.kernels": "mdmi_fast.backends.triton",
+    "mdmi_fast.models.antibody": "mdmi_fast.tasks.protein.models",
+    "mdmi_fast.models.letters": "mdmi_fast.tasks.protein.letters",
+    "mdmi_fast.monitor": "mdmi_fast.watch",
+    "mdmi_fast.native": "mdmi_fast.backends.cpp",
+    "mdmi_fast.ops._checks": "mdmi_fast.checks",
+}
+"""Old name -> new name; what lies below a package moved with it."""
+
+
+def new_name(old: str) -> str | None:
+    """Where a module is found now; None if it did not move."""
+    known = [name for name in MODULES if old == name or old.startswith(f"{name}.")]
+    if not known:
+        return None
+    nearest = max(known, key=len)
+    return MODULES[nearest] + old[len(nearest) :]
+
+
+class _Callable(types.ModuleType):
+    """`mdmi_fast.decode` is a function; it stays one after somebody imported the package that had the same name."""
+
+    def __init__(self, name: str, package: types.ModuleType, function: Any) -> None:
+        super().__init__(name, function.__doc__)
+        self.__dict__.update(package.__dict__ | {"__name__": name, "__call__": function, "__wrapped__": function})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["__wrapped__"](*args, **kwargs)
+
+
+class _Loader(importlib.abc.Loader):
+    """Gives the module of the new name under the old one: one module, so that its classes are the same."""
+
+    def __init__(self, new: str) -> None:
+        self.new = new
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        warnings.warn(f"{spec.name} has moved to {self.new}", DeprecationWarning, stacklevel=2)
+        module = importlib.import_module(self.new)
+        self.spec = module.__spec__
+        parent, _, name = spec.name.rpartition(".")
+        there = vars(sys.modules[parent]).get(name)
+        if callable(there):
+            return _Callable(spec.name, module, there)
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self.spec  # the import system put the old one there
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds modules by their old names."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        new = new_name(fullname)
+        return None if new is None else importlib.machinery.ModuleSpec(fullname, _Loader(new), is_package=True)
+
+
+def install() -> None:
+    """Let old names be found, once a process."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())  # before one that still finds files of an older checkout
