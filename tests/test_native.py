@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import mdmi_fast
+from mdmi_fast.backends.calls import Budget, PairCall, PairNetwork, PairRule
 
 _C = pytest.importorskip("mdmi_fast._C", reason="the extension is not built")
 
@@ -38,10 +39,10 @@ def threads() -> Iterator[Callable[[int], None]]:
     mdmi_fast.set_num_threads(before)
 
 
-def _network(*widths: int) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+def _network(*widths: int) -> PairNetwork:
     pairs = list(itertools.pairwise(widths))
     weights = [torch.randn(i, o) / i**0.5 for i, o in pairs]
-    return weights, [torch.randn(o) for _, o in pairs], torch.randn(widths[-1]), torch.tensor(0.1)
+    return PairNetwork(weights, [torch.randn(o) for _, o in pairs], torch.randn(widths[-1]), torch.tensor(0.1))
 
 
 def _inputs() -> dict[str, Tensor]:
@@ -60,17 +61,18 @@ def _inputs() -> dict[str, Tensor]:
     }
 
 
-def _everything(inputs: dict[str, Tensor], network: tuple[list[Tensor], list[Tensor], Tensor, Tensor]) -> list[Tensor]:
+def _everything(inputs: dict[str, Tensor], network: PairNetwork) -> list[Tensor]:
     """Results of every kernel."""
     u, v, mask, grad, logits, weights, entropy, gamma, head = inputs.values()
-    options = (mask, "add", "mean", "softplus", "fp32")
-    mi = pairwise.pairwise_mlp(u, v, *network, *options)
-    du, dv, d_weights, d_biases, d_w_out, d_b_out = pairwise.pairwise_mlp_backward(grad, u, v, *network, *options)
+    call = PairCall(u, v, network, PairRule("add", "mean", "softplus", "fp32"), mask)
+    mi = pairwise.pairwise_mlp(call)
+    du, dv, d_network = pairwise.pairwise_mlp_backward(grad, call)
+    budget = Budget(gamma, 1.0, 1.0)
     return [
         mi,
-        pairwise.pairwise_mlp_rows(u, v, *network, torch.tensor([[3, -1], [59, 0]]), *options),
-        pairwise.pairwise_mlp_band(u, v, *network, 5, *options),
-        *(du, dv, *d_weights, *d_biases, d_w_out, d_b_out),
+        pairwise.pairwise_mlp(call._replace(rows=torch.tensor([[3, -1], [59, 0]]))),
+        pairwise.pairwise_mlp(call._replace(window=5)),
+        *(du, dv, *d_network.tensors),
         *stats.token_stats(logits),
         *stats.linear_token_stats(u, head, None),
         stats.entropy_backward(weights, logits),
@@ -80,10 +82,10 @@ def _everything(inputs: dict[str, Tensor], network: tuple[list[Tensor], list[Ten
         *kl.expected_kl_backward(weights[0], logits, weights, logits[0]),
         kl.mixture_entropy_backward(weights[0], logits, weights),
         mlp.mlp(logits, *network[:2]),
-        *select.select_budget(entropy, mi, gamma, 1.0, 1.0, "entropy", mask, None),
-        *select.select_threshold(entropy, mi, 0.5, mask, None),
-        *select.score_and_select(entropy, u, v, *network, gamma, 1.0, 1.0, *options, None),
-        select.color(mi, 0.5, mask),
+        *select.select_budget(entropy, mi, mask, budget),
+        *select.select_threshold(entropy, mi, mask, 0.5, None),
+        *select.score_and_select(entropy, call, budget),
+        select.color(mi, mask, 0.5),
     ]
 
 
@@ -201,11 +203,10 @@ torch.save(_here(), {file!r})
 def test_few_pairs_are_scored_where_the_budget_is_small() -> None:
     torch.manual_seed(0)
     u, v = torch.randn(1, 80, 16), torch.randn(1, 80, 16)
-    network, options = _network(16, 8), (None, "add", "mean", "softplus", "fp32")
-    gamma, entropy = torch.tensor([1.0], dtype=torch.float64), torch.rand(1, 80) * 2
-    selected, spent, pairs = select.score_and_select_counted(entropy, u, v, *network, gamma, 0.01, 1.0, *options, None)
-    mi = pairwise.pairwise_mlp(u, v, *network, *options)
-    expected = select.select_budget(entropy, mi, gamma, 0.01, 1.0, "entropy", None, None)
+    call = PairCall(u, v, _network(16, 8), PairRule("add", "mean", "softplus", "fp32"))
+    budget, entropy = Budget(torch.tensor([1.0], dtype=torch.float64), 0.01, 1.0), torch.rand(1, 80) * 2
+    selected, spent, pairs = select.score_and_select_counted(entropy, call, budget)
+    expected = select.select_budget(entropy, pairwise.pairwise_mlp(call), None, budget)
     assert torch.equal(selected, expected[0])
     assert torch.equal(spent, expected[1])
     assert selected.sum() > 3
@@ -216,14 +217,15 @@ def test_scoring_a_long_sequence_needs_little_memory() -> None:
     # 2,048 positions, every eighth row: the memory of the whole matrix in an eighth of its time
     code = """
 import resource, torch, mdmi_fast
+from mdmi_fast.backends.calls import PairCall, PairNetwork, PairRule
 from mdmi_fast.backends.cpp import pairwise
 u, v = torch.randn(1, 2048, 512), torch.randn(1, 2048, 512)
-network = [torch.randn(512, 256)], [torch.randn(256)], torch.randn(256), torch.tensor(0.0)
+network = PairNetwork([torch.randn(512, 256)], [torch.randn(256)], torch.randn(256), torch.tensor(0.0))
 rows = torch.arange(0, 2048, 32).unsqueeze(0)
-pairwise.pairwise_mlp(u[:, :20], v[:, :20], *network, None, "add", "mean", "identity", "fp32")
+pairwise.pairwise_mlp(PairCall(u[:, :20], v[:, :20], network, PairRule("add", "mean", "identity", "fp32")))
 result = torch.zeros(1, 64, 2048)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-pairwise.pairwise_mlp_rows(u, v, *network, rows, None, "add", "none", "identity", "fp32")
+pairwise.pairwise_mlp(PairCall(u, v, network, PairRule("add", "none", "identity", "fp32"), rows=rows))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     done = _run(code)

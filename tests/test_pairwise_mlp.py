@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mdmi_fast
 from mdmi_fast import ops, reference
+from mdmi_fast.backends.calls import PairCall, PairNetwork, PairRule
 from mdmi_fast.backends.torch import pairwise as eager
 
 pytestmark = pytest.mark.arithmetic
@@ -362,12 +363,10 @@ def test_a_long_band_needs_little_memory() -> None:
 
 def test_no_temporary_grows_with_pairs_times_width(largest_allocation) -> None:
     u, v = halves(1, 400, 64)
-    head = network(64, (48,))
+    call = PairCall(u, v, PairNetwork(*network(64, (48,))), PairRule("add", "mean", "identity", "fp32"))
     # activations of all pairs would take 41 MB, the scores take 0.64 MB, a tile 1 MiB
-    options = (None, "add", "mean", "identity", "fp32")
-    assert largest_allocation(eager.pairwise_mlp, u, v, *head, *options) <= 1 << 20
-    grad = torch.randn(1, 400, 400)
-    assert largest_allocation(eager.pairwise_mlp_backward, grad, u, v, *head, *options) <= 1 << 20
+    assert largest_allocation(eager.pairwise_mlp, call) <= 1 << 20
+    assert largest_allocation(eager.pairwise_mlp_backward, torch.randn(1, 400, 400), call) <= 1 << 20
 
 
 @pytest.mark.parametrize("layout", ["full", "rows", "band"])

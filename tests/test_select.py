@@ -328,12 +328,12 @@ def test_selections_carry_no_gradient() -> None:
 def test_the_registrations_are_sound() -> None:
     entropy, mi, mask = case(5)
     library, gamma = torch.ops.mdmi_fast, gamma_of(4)
-    budget = (entropy, mi, gamma, 1.0, 1.0, "entropy", mask, None, None)
+    budget = (entropy, mi, mask, gamma, 1.0, 1.0, "entropy", None, None)
     torch.library.opcheck(library.select_budget.default, budget)
-    torch.library.opcheck(library.select_threshold.default, (entropy, mi, 0.1, mask, 2, None))
-    torch.library.opcheck(library.color.default, (mi, 0.1, mask, None))
+    torch.library.opcheck(library.select_threshold.default, (entropy, mi, mask, 0.1, 2, None))
+    torch.library.opcheck(library.color.default, (mi, mask, 0.1, None))
     entropy, (*head, b_out), mask = scored(5, 4)
-    options = (gamma, 1.0, 1.0, mask, "add", "mean", "identity", "fp32", None, None)
+    options = (None, None, mask, "add", "mean", "identity", "fp32", gamma, 1.0, 1.0, "entropy", None, None)
     torch.library.opcheck(library.score_and_select.default, (entropy, *head, torch.tensor(b_out), *options))
 
 

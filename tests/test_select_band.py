@@ -112,7 +112,7 @@ def test_it_is_an_operator_that_compiles() -> None:
     )
     operator = torch.ops.mdmi_fast.select_budget_band.default
     budget = torch.ones(4, dtype=torch.float64)
-    torch.library.opcheck(operator, (entropy, band, budget, 1.0, 1.0, "entropy", mask, None, None))
+    torch.library.opcheck(operator, (entropy, band, mask, budget, 1.0, 1.0, "entropy", None, None))
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])

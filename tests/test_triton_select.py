@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops
+from mdmi_fast.backends.calls import Budget
 from mdmi_fast.backends.triton import select
 
 INF = torch.inf
@@ -86,7 +87,7 @@ def test_a_bad_budget_marks_its_sequence_where_it_cannot_raise() -> None:
     with pytest.raises(ValueError, match="gamma must be at least 0, got nan at batch 1"):
         ops.select_budget(h, mi, gamma=gamma, backend="triton")
     for order in ("entropy", "cheapest"):  # as a budget on a GPU reaches the kernel
-        selected, spent = select.select_budget(h, mi, gamma, 1.0, 1.0, order, None, None)
+        selected, spent = select.select_budget(h, mi, None, Budget(gamma, 1.0, 1.0, order))
         assert selected.any(1).tolist() == [True, False, False, True]
         assert spent.isnan().tolist() == [False, True, True, False]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops
+from mdmi_fast.backends.calls import Budget, PairCall, PairRule
 from mdmi_fast.bench import _sudoku as sudoku
 from mdmi_fast.bench.measure import Figure, Workload
 from mdmi_fast.estimator import Head, PairScorer
@@ -140,23 +141,17 @@ def _pairs_scored(name: str, inputs: Inputs, gamma: float, weight: float) -> Fig
         masked = one.state.mask.sum(-1)
         all_pairs += int((masked * (masked - 1) // 2).sum())
         budget = torch.full((len(masked),), gamma, dtype=torch.float64)
+        scorer = inputs.scorer
+        call = PairCall(
+            one.u,
+            one.v,
+            inputs.prepared.network,
+            PairRule(scorer.combine, scorer.symmetry, "softplus", "fp32"),
+            one.state.mask,
+            packed=inputs.prepared.packed,
+        )
         with torch.no_grad():
-            selected, _, pairs = select.score_and_select_counted(
-                one.entropy,
-                one.u,
-                one.v,
-                *inputs.network,
-                budget,
-                1.0,
-                weight,
-                one.state.mask,
-                inputs.scorer.combine,
-                inputs.scorer.symmetry,
-                "softplus",
-                "fp32",
-                None,
-                inputs.prepared.packed,  # type: ignore[arg-type]
-            )
+            selected, _, pairs = select.score_and_select_counted(one.entropy, call, Budget(budget, 1.0, weight))
         counted += pairs
         chosen += int(selected.sum())
     note = f"{counted:,} of {all_pairs:,}; {chosen / sum(len(one.entropy) for one in inputs.batches):.1f} positions chosen a state"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops, reference
+from mdmi_fast.backends.calls import Budget
 from mdmi_fast.bench.measure import Unavailable, Work, Workload, threads
 
 Inputs = tuple[Tensor, Tensor]
@@ -85,7 +86,8 @@ def _kernel(inputs: Inputs, entropy_weight: float) -> tuple[Tensor, Tensor]:
     except ImportError as error:
         raise Unavailable(f"the extension {error}") from error
     gamma = torch.full((len(inputs[0]),), GAMMA, dtype=torch.float64)
-    return select.select_budget(*inputs, gamma, 1.0, entropy_weight, "entropy", None, None)
+    entropy, mi = inputs
+    return select.select_budget(entropy, mi, None, Budget(gamma, 1.0, entropy_weight))
 
 
 def _workload(name: str, batch: int, n: int, entropy_weight: float, at_most: float | None = None) -> Workload:

@@ -19,8 +19,14 @@ from mdmi_fast.ops.pairwise import (
     pairwise_mlp_rows,
     prepare_pairwise,
 )
-from mdmi_fast.ops.select import Selection, color, score_and_select, select_budget, select_threshold
-from mdmi_fast.ops.select_band import select_budget_band
+from mdmi_fast.ops.select import (
+    Selection,
+    color,
+    score_and_select,
+    select_budget,
+    select_budget_band,
+    select_threshold,
+)
 from mdmi_fast.ops.stats import TokenStats, entropy, linear_token_stats, token_stats
 
 __all__ = [

@@ -8,7 +8,7 @@ import importlib
 import os
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,13 @@ OPS = {
     "select": ("select_budget", "select_budget_band", "select_threshold", "color", "score_and_select"),
 }
 """The public ops by stem."""
+
+_FUNCTIONS = {
+    f"pairwise_mlp_{layout}{direction}": f"pairwise_mlp{direction}"
+    for layout in ("rows", "band")
+    for direction in ("", "_backward")
+}
+"""Where the function of a backend has another name than the op: it sees in the call which pairs are asked for."""
 
 
 @functools.cache
@@ -53,7 +60,7 @@ def _missing(backend: str, stem: str, op: str, device: str) -> list[str]:
     module = _module(backend, stem)
     if isinstance(module, str):
         return [module]
-    return [] if hasattr(module, op) else [f"has no {op} yet"]
+    return [] if hasattr(module, _FUNCTIONS.get(op, op)) else [f"has no {op} yet"]
 
 
 @functools.cache
@@ -104,7 +111,7 @@ def choose(
                 missing = _module("cpp", stem)
                 if isinstance(missing, str):
                     _say_slower_once(missing)
-            return name, getattr(module, op)
+            return name, getattr(module, _FUNCTIONS.get(op, op))
     reasons = []
     for name in BACKENDS:
         said = _missing(name, stem, op, device) or _refusals(_module(name, stem), op, tensors, precision)
@@ -114,15 +121,20 @@ def choose(
     raise UnsupportedError(reasons, f"{op} ({inputs}{f'; precision {precision}' if precision else ''}){asked}")
 
 
-def call(stem: str, op: str, backend: str | None, tensors: Sequence[Tensor], precision: str | None, *args: Any) -> Any:
-    """Runs an op on the chosen backend and the tensors' device, outside autocast: the operands' dtypes decide."""
+def run(
+    stem: str, op: str, backend: str | None, tensors: Sequence[Tensor], precision: str | None = None
+) -> Callable[..., Any]:
+    """The function of the backend chosen, to be called on the tensors' device and outside autocast: the operands' dtypes decide."""
     _, function = choose(stem, op, backend, tensors, precision)
     device = tensors[0].device
-    autocast = torch.is_autocast_enabled(device.type)
-    if not autocast and device.type != "cuda":
-        return function(*args)
+    if device.type != "cuda" and not torch.is_autocast_enabled(device.type):
+        return function  # type: ignore[no-any-return]
+    return functools.partial(_call_there, function, device)
+
+
+def _call_there(function: Callable[..., Any], device: torch.device, *args: Any) -> Any:
     with contextlib.ExitStack() as stack:
-        if autocast:
+        if torch.is_autocast_enabled(device.type):
             stack.enter_context(torch.autocast(device.type, enabled=False))
         if device.type == "cuda":
             # a kernel is launched on the current device, whatever its tensors lie on

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, ParamSpec, TypeVar
+from itertools import islice
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,9 +20,9 @@ class Registered(Generic[P, R]):
     it runs the function itself: the operator would add 20 to 60 microseconds, several times what a small call takes.
     """
 
-    def __init__(self, name: str, function: Callable[P, R]) -> None:
+    def __init__(self, name: str, function: Callable[P, R], schema: str | None = None) -> None:
         self.function = function
-        self.operator = torch.library.custom_op(f"mdmi_fast::{name}", function, mutates_args=())
+        self.operator = torch.library.custom_op(f"mdmi_fast::{name}", function, mutates_args=(), schema=schema)
         self.register_fake = self.operator.register_fake
         self.register_autograd = self.operator.register_autograd
 
@@ -47,6 +48,41 @@ def _watched(values: Iterable[Any], gradients: bool) -> bool:
     return False
 
 
-def registered(name: str) -> Callable[[Callable[P, R]], Registered[P, R]]:
-    """Decorator that makes a function a `Registered`."""
-    return lambda function: Registered(name, function)
+def registered(name: str, schema: str | None = None) -> Callable[[Callable[P, R]], Registered[P, R]]:
+    """Decorator that makes a function a `Registered`; its annotations are the schema unless one is given."""
+    return lambda function: Registered(name, function, schema)
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """A `setup_context` that saves all inputs for `kept`: tensors as autograd wants them saved, lists among them."""
+    tensors: list[Tensor | None] = []
+    ctx.rest = []
+    for value in inputs:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            ctx.rest.append(_ONE)
+        elif isinstance(value, list | tuple):
+            tensors.extend(value)
+            ctx.rest.append(_Several(len(value)))
+        else:
+            ctx.rest.append(value)
+    ctx.save_for_backward(*tensors)
+
+
+def kept(ctx: Any) -> list[Any]:
+    """The inputs that `keep` saved."""
+    tensors = iter(ctx.saved_tensors)
+    return [
+        next(tensors) if value is _ONE else list(islice(tensors, value.n)) if isinstance(value, _Several) else value
+        for value in ctx.rest
+    ]
+
+
+class _Several(NamedTuple):
+    """Stands for a list of tensors."""
+
+    n: int
+
+
+_ONE = object()
+"""Stands for a tensor."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
-from mdmi_fast.ops._dispatch import call
+from mdmi_fast.ops._dispatch import run
 from mdmi_fast.ops._register import registered
 
 
@@ -52,7 +52,7 @@ def kl_divergence(p_logits: Tensor, q_logits: Tensor, *, backend: str | None = N
 @registered("kl_divergence")
 def _kl_divergence(p_logits: Tensor, q_logits: Tensor, backend: str | None) -> Tensor:
     tensors = [p_logits, q_logits]
-    return call("kl", "kl_divergence", backend, tensors, None, *tensors)  # type: ignore[no-any-return]
+    return run("kl", "kl_divergence", backend, tensors)(*tensors)  # type: ignore[no-any-return]
 
 
 @_kl_divergence.register_fake
@@ -65,7 +65,7 @@ def _kl_divergence_backward(
     grad: Tensor, p_logits: Tensor, q_logits: Tensor, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     tensors = [p_logits, q_logits]
-    return call("kl", "kl_divergence_backward", backend, tensors, None, grad, *tensors)  # type: ignore[no-any-return]
+    return run("kl", "kl_divergence_backward", backend, tensors)(grad, *tensors)  # type: ignore[no-any-return]
 
 
 @_kl_divergence_backward.register_fake
@@ -136,7 +136,7 @@ def expected_entropy(logits: Tensor, weights: Tensor, *, backend: str | None = N
 @registered("expected_entropy")
 def _expected_entropy(logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
     tensors = [logits, weights]
-    return call("kl", "expected_entropy", backend, tensors, None, *tensors)  # type: ignore[no-any-return]
+    return run("kl", "expected_entropy", backend, tensors)(*tensors)  # type: ignore[no-any-return]
 
 
 @_expected_entropy.register_fake
@@ -147,7 +147,7 @@ def _(logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
 @registered("expected_entropy_backward")
 def _expected_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
     tensors = [logits, weights]
-    return call("kl", "expected_entropy_backward", backend, tensors, None, grad, *tensors)  # type: ignore[no-any-return]
+    return run("kl", "expected_entropy_backward", backend, tensors)(grad, *tensors)  # type: ignore[no-any-return]
 
 
 @_expected_entropy_backward.register_fake
@@ -201,7 +201,7 @@ def expected_kl(logits: Tensor, weights: Tensor, base_logits: Tensor, *, backend
 @registered("expected_kl")
 def _expected_kl(logits: Tensor, weights: Tensor, base_logits: Tensor, backend: str | None) -> Tensor:
     tensors = [logits, weights, base_logits]
-    return call("kl", "expected_kl", backend, tensors, None, *tensors)  # type: ignore[no-any-return]
+    return run("kl", "expected_kl", backend, tensors)(*tensors)  # type: ignore[no-any-return]
 
 
 @_expected_kl.register_fake
@@ -214,7 +214,7 @@ def _expected_kl_backward(
     grad: Tensor, logits: Tensor, weights: Tensor, base_logits: Tensor, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     tensors = [logits, weights, base_logits]
-    return call("kl", "expected_kl_backward", backend, tensors, None, grad, *tensors)  # type: ignore[no-any-return]
+    return run("kl", "expected_kl_backward", backend, tensors)(grad, *tensors)  # type: ignore[no-any-return]
 
 
 @_expected_kl_backward.register_fake
@@ -267,7 +267,7 @@ def mixture_entropy(logits: Tensor, weights: Tensor, *, backend: str | None = No
 @registered("mixture_entropy")
 def _mixture_entropy(logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
     tensors = [logits, weights]
-    return call("kl", "mixture_entropy", backend, tensors, None, *tensors)  # type: ignore[no-any-return]
+    return run("kl", "mixture_entropy", backend, tensors)(*tensors)  # type: ignore[no-any-return]
 
 
 @_mixture_entropy.register_fake
@@ -278,7 +278,7 @@ def _(logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
 @registered("mixture_entropy_backward")
 def _mixture_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor, backend: str | None) -> Tensor:
     tensors = [logits, weights]
-    return call("kl", "mixture_entropy_backward", backend, tensors, None, grad, *tensors)  # type: ignore[no-any-return]
+    return run("kl", "mixture_entropy_backward", backend, tensors)(grad, *tensors)  # type: ignore[no-any-return]
 
 
 @_mixture_entropy_backward.register_fake
@@ -346,7 +346,7 @@ def _mixture_stats(
     logits: Tensor, weights: Tensor, base_logits: Tensor, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     tensors = [logits, weights, base_logits]
-    return call("kl", "mixture_stats", backend, tensors, None, *tensors)  # type: ignore[no-any-return]
+    return run("kl", "mixture_stats", backend, tensors)(*tensors)  # type: ignore[no-any-return]
 
 
 @_mixture_stats.register_fake

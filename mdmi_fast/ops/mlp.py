@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
-from mdmi_fast.ops._dispatch import call
+from mdmi_fast.ops._dispatch import run
 from mdmi_fast.ops._register import registered
 
 
@@ -53,7 +53,7 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, backe
 
 @registered("mlp")
 def _mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor], backend: str | None) -> Tensor:
-    return call("mlp", "mlp", backend, [x, *weights, *biases], None, x, weights, biases)  # type: ignore[no-any-return]
+    return run("mlp", "mlp", backend, [x, *weights, *biases])(x, weights, biases)  # type: ignore[no-any-return]
 
 
 @_mlp.register_fake

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
-from mdmi_fast.ops._dispatch import call, choose, provided
-from mdmi_fast.ops._register import registered
+from mdmi_fast.backends.calls import PAIR_CALL, PairCall, PairGradients, PairNetwork, PairRule
+from mdmi_fast.ops._dispatch import choose, provided, run
+from mdmi_fast.ops._register import keep, kept, registered
 
-Operands = tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]
-Options = tuple[Tensor | None, str, str, str, str]
+GivenNetwork = tuple[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor | float]
+"""weights, biases, w_out and b_out as a caller gives them."""
+GivenRule = tuple[str, str, str, str | None]
+"""combine, symmetry, activation and precision, the last None where the operands decide."""
 
 PRECISIONS = ("fp32", "bf16", "tf32", "fp16")
 
@@ -26,8 +29,8 @@ class PreparedPairwise:
     tensors: tuple[Tensor, ...]
     """weights, biases, w_out and, if it is a tensor, b_out."""
     b_out: Tensor | float
-    scalar: Tensor
-    """b_out as a tensor of shape []."""
+    network: PairNetwork
+    """The same, b_out a tensor of shape []."""
     versions: tuple[tuple[int, int | None], ...]
     """Of the tensors when they were packed: where their memory was, and how often it had been written."""
     precision: str
@@ -42,46 +45,14 @@ def _versions(tensors: Sequence[Tensor]) -> tuple[tuple[int, int | None], ...]:
     return tuple((t.data_ptr(), None if t.is_inference() else t._version) for t in tensors)
 
 
-def _network_tensors(
-    weights: Sequence[Tensor], biases: Sequence[Tensor], w_out: Tensor, b_out: Tensor | float
-) -> tuple[Tensor, ...]:
+def _network_tensors(network: GivenNetwork) -> tuple[Tensor, ...]:
+    weights, biases, w_out, b_out = network
     return (*weights, *biases, w_out, *([b_out] if isinstance(b_out, Tensor) else []))
 
 
-class Pairs(NamedTuple):
-    """What all pair ops share, checked and with exactly one batch dimension."""
-
-    u: Tensor
-    v: Tensor
-    weights: list[Tensor]
-    biases: list[Tensor]
-    w_out: Tensor
-    b_out: Tensor
-    mask: Tensor | None
-    combine: str
-    symmetry: str
-    activation: str
-    precision: str
-    backend: str | None
-    packed: object
-
-    @property
-    def operands(self) -> Operands:
-        return self.u, self.v, self.weights, self.biases, self.w_out, self.b_out
-
-    @property
-    def options(self) -> Options:
-        return self.mask, self.combine, self.symmetry, self.activation, self.precision
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [self.u, self.v, *self.weights, *self.biases, self.w_out, self.b_out]
-
-
-def _check_network(
-    op: str, weights: Sequence[Tensor], biases: Sequence[Tensor], w_out: Tensor, b_out: Tensor | float
-) -> Tensor:
-    """Checks a network by itself; returns b_out as a tensor of shape []."""
+def _check_network(op: str, network: GivenNetwork) -> PairNetwork:
+    """Checks a network by itself; b_out becomes a tensor of shape []."""
+    weights, biases, w_out, b_out = network
     check.floating(op, "w_out", w_out)
     check.dense_layers(op, weights, biases, None, w_out=w_out)
     n_last = weights[-1].shape[1] if weights else None
@@ -89,12 +60,13 @@ def _check_network(
         expected = "[H1]" if n_last is None else f"[H_last] = ({n_last},)"
         raise ValueError(f"{op}: w_out must be {expected}, got {check.describe(w_out)}")
     if not isinstance(b_out, Tensor):
-        return torch.full((), check.number(op, "b_out", b_out), dtype=w_out.dtype, device=w_out.device)
+        scalar = torch.full((), check.number(op, "b_out", b_out), dtype=w_out.dtype, device=w_out.device)
+        return PairNetwork(list(weights), list(biases), w_out, scalar)
     check.floating(op, "b_out", b_out)
     if b_out.shape not in ((), (1,)):
         raise ValueError(f"{op}: b_out must be [] or [1], got {check.describe(b_out)}")
     check.same_device(op, w_out=w_out, b_out=b_out)
-    return b_out.reshape(())
+    return PairNetwork(list(weights), list(biases), w_out, b_out.reshape(()))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -102,19 +74,12 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
 
 
-def _check_prepared(
-    op: str,
-    prepared: PreparedPairwise,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    w_out: Tensor,
-    b_out: Tensor | float,
-    *halves: Tensor,
-) -> None:
+def _check_prepared(op: str, prepared: PreparedPairwise, network: GivenNetwork, *halves: Tensor) -> None:
     """Raises ValueError unless the weights, checked then, are as they were packed, and nothing wants a gradient."""
     if not isinstance(prepared, PreparedPairwise):
         raise TypeError(f"{op}: prepared must be made by prepare_pairwise, got {type(prepared).__name__}")
-    tensors = _network_tensors(weights, biases, w_out, b_out)
+    weights, biases, _, b_out = network
+    tensors = _network_tensors(network)
     same = len(weights) == len(biases) and len(tensors) == len(prepared.tensors)
     same = same and all(map(_same, tensors, prepared.tensors))
     if not same or (not isinstance(b_out, Tensor) and b_out != prepared.b_out):
@@ -127,29 +92,24 @@ def _check_prepared(
 
 def check_pairs(
     op: str,
-    u: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    w_out: Tensor,
-    b_out: Tensor | float,
+    halves: tuple[Tensor, Tensor],
+    network: GivenNetwork,
+    rule: GivenRule,
     mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str | None,
     prepared: PreparedPairwise | None,
     backend: str | None,
-) -> Pairs:
-    """Checks what all pair ops share and flattens the batch."""
+) -> tuple[PairCall, str | None]:
+    """Checks what all pair ops share and flattens the batch: the call, and the backend that it names."""
+    (u, v), (combine, symmetry, activation, precision) = halves, rule
     check.rows_of(op, "u", u, "[..., N, H1]", 2)
     check.floating(op, "v", v)
     check.shape(op, "v", v, u.shape, "[..., N, H1] like u")
     if prepared is None:
-        scalar = _check_network(op, weights, biases, w_out, b_out)
+        checked = _check_network(op, network)
     else:
-        _check_prepared(op, prepared, weights, biases, w_out, b_out, u, v)
-        scalar = prepared.scalar
+        _check_prepared(op, prepared, network, u, v)
+        checked = prepared.network
+    weights, w_out = checked.weights, checked.w_out
     n_first = weights[0].shape[0] if weights else w_out.shape[0]
     if n_first != u.shape[-1]:
         raise ValueError(
@@ -173,28 +133,15 @@ def check_pairs(
     if precision is None:
         precision = "bf16" if u.dtype == torch.bfloat16 else "fp32"
     check.one_of(op, "precision", precision, PRECISIONS)
-    return Pairs(
+    call = PairCall(
         check.one_batch(u, 2),
         check.one_batch(v, 2),
-        list(weights),
-        list(biases),
-        w_out,
-        scalar,
+        checked,
+        PairRule(combine, symmetry, activation, precision),
         mask,
-        combine,
-        symmetry,
-        activation,
-        precision,
-        backend,
-        None if prepared is None else prepared.packed,
+        packed=None if prepared is None else prepared.packed,
     )
-
-
-def _scores(pairs: Pairs, prepared: PreparedPairwise | None, rows: Tensor | None, window: int | None) -> Tensor:
-    if prepared is None:
-        return _pairwise_mlp(*pairs.operands, rows, window, *pairs.options, pairs.backend)
-    # packed weights are no tensors, and a registered op takes nothing else
-    return _forward(pairs.operands, rows, window, pairs.options, pairs.backend, pairs.packed)
+    return call, backend
 
 
 def pairwise_mlp(
@@ -257,10 +204,9 @@ def pairwise_mlp(
                 [3., 6., 0.]])
     """
     op = "pairwise_mlp"
-    pairs = check_pairs(
-        op, u, v, weights, biases, w_out, b_out, mask, combine, symmetry, activation, precision, prepared, backend
-    )
-    return _scores(pairs, prepared, None, None).reshape(*u.shape[:-1], u.shape[-2])
+    network, rule = (weights, biases, w_out, b_out), (combine, symmetry, activation, precision)
+    call, backend = check_pairs(op, (u, v), network, rule, mask, prepared, backend)
+    return _scores(call, backend).reshape(*u.shape[:-1], u.shape[-2])
 
 
 def pairwise_mlp_rows(
@@ -319,15 +265,14 @@ def pairwise_mlp_rows(
         tensor([[3., 6., 0.]])
     """
     op = "pairwise_mlp_rows"
-    pairs = check_pairs(
-        op, u, v, weights, biases, w_out, b_out, mask, combine, symmetry, activation, precision, prepared, backend
-    )
+    network, rule = (weights, biases, w_out, b_out), (combine, symmetry, activation, precision)
+    call, backend = check_pairs(op, (u, v), network, rule, mask, prepared, backend)
     check.of_kind(op, "rows", rows, torch.int64)
     if rows.ndim != u.ndim - 1 or rows.shape[:-1] != u.shape[:-2]:
         raise ValueError(f"{op}: rows must be [..., R] with {tuple(u.shape[:-2])} before R, got {check.describe(rows)}")
     check.same_device(op, u=u, rows=rows)
-    flat = rows.reshape(pairs.u.shape[0], rows.shape[-1])
-    return _scores(pairs, prepared, flat, None).reshape(*rows.shape, u.shape[-2])
+    call = call._replace(rows=rows.reshape(call.u.shape[0], rows.shape[-1]))
+    return _scores(call, backend).reshape(*rows.shape, u.shape[-2])
 
 
 def pairwise_mlp_band(
@@ -388,11 +333,10 @@ def pairwise_mlp_band(
                 [6., 0., 0.]])
     """
     op = "pairwise_mlp_band"
-    pairs = check_pairs(
-        op, u, v, weights, biases, w_out, b_out, mask, combine, symmetry, activation, precision, prepared, backend
-    )
+    network, rule = (weights, biases, w_out, b_out), (combine, symmetry, activation, precision)
+    call, backend = check_pairs(op, (u, v), network, rule, mask, prepared, backend)
     check.whole(op, "window", window, 0)
-    return _scores(pairs, prepared, None, window).reshape(*u.shape[:-1], 2 * window + 1)
+    return _scores(call._replace(window=window), backend).reshape(*u.shape[:-1], 2 * window + 1)
 
 
 def prepare_pairwise(
@@ -432,132 +376,66 @@ def prepare_pairwise(
         tensor([[0., 3.],
                 [3., 0.]])
     """
-    op = "prepare_pairwise"
-    scalar = _check_network(op, weights, biases, w_out, b_out)
+    op, given = "prepare_pairwise", (weights, biases, w_out, b_out)
+    network = _check_network(op, given)
     if precision is None:
         precision = "bf16" if w_out.dtype == torch.bfloat16 else "fp32"
     check.one_of(op, "precision", precision, PRECISIONS)
     name, _ = choose("pairwise", "pairwise_mlp", backend, [w_out, *weights], precision)
     pack = provided(name, "pairwise", op)
     with torch.no_grad():
-        packed = pack(list(weights), list(biases), w_out, scalar, precision) if pack else None
-    tensors = _network_tensors(weights, biases, w_out, b_out)
-    return PreparedPairwise(tensors, b_out, scalar, _versions(tensors), precision, name, packed)
+        packed = pack(network, precision) if pack else None
+    tensors = _network_tensors(given)
+    return PreparedPairwise(tensors, b_out, network, _versions(tensors), precision, name, packed)
 
 
-def _layout(rows: Tensor | None, window: int | None) -> tuple[str, tuple[Any, ...]]:
-    """The backend's function for this layout and the argument it takes on top."""
-    if rows is not None:
-        return "pairwise_mlp_rows", (rows,)
-    return ("pairwise_mlp", ()) if window is None else ("pairwise_mlp_band", (window,))
+def _scores(call: PairCall, backend: str | None) -> Tensor:
+    if call.packed is None:
+        return _pairwise_mlp(*call.flat(), backend)
+    return _forward(call, backend)  # packed weights are no tensors, and a registered operator takes nothing else
 
 
-def _forward(
-    operands: Operands, rows: Tensor | None, window: int | None, options: Options, backend: str | None, packed: object
-) -> Tensor:
-    u, v, weights, biases, w_out, b_out = operands
-    op, extra = _layout(rows, window)
+def _forward(call: PairCall, backend: str | None) -> Tensor:
+    rows, n = call.rows, call.u.shape[1]
     if rows is not None and rows.device.type == "cpu" and rows.numel():
         least, most = (int(x) for x in rows.aminmax())
-        if least < -1 or most >= u.shape[1]:
-            raise ValueError(f"{op}: rows must be within -1 .. N - 1 = {u.shape[1] - 1}, got {least} .. {most}")
-    tensors = [u, v, *weights, *biases, w_out, b_out]
-    return call("pairwise", op, backend, tensors, options[-1], *operands, *extra, *options, packed)  # type: ignore[no-any-return]
+        if least < -1 or most >= n:
+            raise ValueError(f"{call.op}: rows must be within -1 .. N - 1 = {n - 1}, got {least} .. {most}")
+    return run("pairwise", call.op, backend, call.tensors, call.rule.precision)(call)  # type: ignore[no-any-return]
 
 
-@registered("pairwise_mlp")
-def _pairwise_mlp(
-    u: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    rows: Tensor | None,
-    window: int | None,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    backend: str | None,
-) -> Tensor:
-    operands = (u, v, list(weights), list(biases), w_out, b_out)
-    return _forward(operands, rows, window, (mask, combine, symmetry, activation, precision), backend, None)
+@registered("pairwise_mlp", f"({PAIR_CALL}, str? backend) -> Tensor")
+def _pairwise_mlp(*flat: Any) -> Tensor:
+    *call, backend = flat
+    return _forward(PairCall.of(*call), backend)
 
 
 @_pairwise_mlp.register_fake
-def _(
-    u: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    rows: Tensor | None,
-    window: int | None,
-    *options: Any,
-) -> Tensor:
-    batch, n, _ = u.shape
-    n_rows = n if rows is None else rows.shape[1]
-    return u.new_empty((batch, n_rows, n if window is None else 2 * window + 1), dtype=torch.float32)
+def _(*flat: Any) -> Tensor:
+    call = PairCall.of(*flat[:-1])
+    return call.u.new_empty(call.shape, dtype=torch.float32)
 
 
-@registered("pairwise_mlp_backward")
-def _pairwise_mlp_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    rows: Tensor | None,
-    window: int | None,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    backend: str | None,
-) -> list[Tensor]:
-    operands = (u, v, list(weights), list(biases), w_out, b_out)
-    op, extra = _layout(rows, window)
-    tensors = [u, v, *weights, *biases, w_out, b_out]
-    options = (mask, combine, symmetry, activation, precision)
-    du, dv, d_weights, d_biases, d_w_out, d_b_out = call(
-        "pairwise", f"{op}_backward", backend, tensors, precision, grad, *operands, *extra, *options
-    )
-    return [du, dv, *d_weights, *d_biases, d_w_out, d_b_out]
+@registered("pairwise_mlp_backward", f"(Tensor grad, {PAIR_CALL}, str? backend) -> Tensor[]")
+def _pairwise_mlp_backward(grad: Tensor, *flat: Any) -> list[Tensor]:
+    *arguments, backend = flat
+    call = PairCall.of(*arguments)
+    backward = run("pairwise", f"{call.op}_backward", backend, call.tensors, call.rule.precision)
+    gradients: PairGradients = backward(grad, call)
+    return [gradients.u, gradients.v, *gradients.network.tensors]
 
 
 @_pairwise_mlp_backward.register_fake
-def _(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    *options: Any,
-) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (u, v, *weights, *biases, w_out, b_out)]
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    u, v, weights, biases, w_out, b_out, rows, ctx.window, mask, *ctx.options = inputs
-    ctx.n_layers = len(weights)
-    ctx.save_for_backward(u, v, w_out, b_out, rows, mask, *weights, *biases)
+def _(grad: Tensor, *flat: Any) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in PairCall.of(*flat[:-1]).tensors]
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    u, v, w_out, b_out, rows, mask, *layers = ctx.saved_tensors
-    n = ctx.n_layers
-    du, dv, *d_layers, d_w_out, d_b_out = _pairwise_mlp_backward(
-        grad, u, v, layers[:n], layers[n:], w_out, b_out, rows, ctx.window, mask, *ctx.options
-    )
-    return du, dv, d_layers[:n], d_layers[n:], d_w_out, d_b_out, *(None,) * (3 + len(ctx.options))
+    inputs = kept(ctx)
+    du, dv, *layers, d_w_out, d_b_out = _pairwise_mlp_backward(grad, *inputs)
+    n = len(layers) // 2
+    gradients = (du, dv, layers[:n], layers[n:], d_w_out, d_b_out)
+    return *gradients, *(None,) * (len(inputs) - len(gradients))
 
 
-_pairwise_mlp.register_autograd(_gradient, setup_context=_setup)
+_pairwise_mlp.register_autograd(_gradient, setup_context=keep)

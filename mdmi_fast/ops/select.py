@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
-from mdmi_fast.ops._dispatch import call, choose
+from mdmi_fast.backends.calls import BUDGET, PAIR_CALL, Budget, PairCall
+from mdmi_fast.ops._dispatch import choose, run
 from mdmi_fast.ops._register import registered
 from mdmi_fast.ops.pairwise import PreparedPairwise, check_pairs
 
@@ -69,16 +70,32 @@ def _check_gamma(op: str, gamma: float | Tensor, lead: torch.Size, device: torch
     return torch.full((lead.numel(),), float(gamma), dtype=torch.float64)
 
 
-def _budgets(op: str, gamma: Tensor, backend: str | None, tensors: list[Tensor], precision: str | None) -> Tensor:
-    """Checked and on the CPU; those on a GPU stay there for its kernels, which mark a bad one: looking here would stop the queue."""
+def _budget(
+    op: str, gamma: float | Tensor, weights: tuple[float, float], order: str, limit: int | None, entropy: Tensor
+) -> Budget:
+    """Checked, for entropies [..., N]; weights are lam and entropy_weight."""
+    check.one_of(op, "order", order, ("entropy", "cheapest"))
+    _check_limit(op, limit)
+    budgets = _check_gamma(op, gamma, entropy.shape[:-1], entropy.device)
+    lam, entropy_weight = check.weight(op, "lam", weights[0]), check.weight(op, "entropy_weight", weights[1])
+    return Budget(budgets, lam, entropy_weight, order, limit)
+
+
+def _with_budget(
+    op: str, budget: Budget, backend: str | None, tensors: list[Tensor], precision: str | None = None
+) -> Any:
+    """The function of the backend chosen, and the budget with its gamma checked and on the CPU. Those on a GPU stay there for
+    its kernels, which mark a bad one: looking here would stop the queue.
+    """
+    function, gamma = run("select", op, backend, tensors, precision), budget.gamma
     if gamma.device.type != "cpu":
         if choose("select", op, backend, tensors, precision)[0] == "triton":
-            return gamma
+            return function, budget
         gamma = gamma.cpu()
     for batch, value in enumerate(gamma.tolist()):
         if not value >= 0:
             raise ValueError(f"{op}: gamma must be at least 0, got {value} at batch {batch}")
-    return gamma
+    return function, budget._replace(gamma=gamma)
 
 
 def _check_limit(op: str, limit: int | None) -> None:
@@ -152,42 +169,92 @@ def select_budget(
     op = "select_budget"
     h, m, masked = _check_entropy(op, entropy), _check_mi(op, mi, entropy.shape), _check_mask(op, mask, entropy.shape)
     check.same_device(op, entropy=entropy, mi=mi, mask=mask)
-    check.one_of(op, "order", order, ("entropy", "cheapest"))
-    _check_limit(op, limit)
-    budget = _check_gamma(op, gamma, entropy.shape[:-1], entropy.device)
-    lam, entropy_weight = check.weight(op, "lam", lam), check.weight(op, "entropy_weight", entropy_weight)
-    return _selection(_select_budget(h, m, budget, lam, entropy_weight, order, masked, limit, backend), entropy.shape)
+    budget = _budget(op, gamma, (lam, entropy_weight), order, limit, entropy)
+    return _selection(_select_budget(h, m, masked, *budget, backend), entropy.shape)
 
 
-@registered("select_budget")
-def _select_budget(
-    entropy: Tensor,
-    mi: Tensor,
-    gamma: Tensor,
-    lam: float,
-    entropy_weight: float,
-    order: str,
-    mask: Tensor | None,
-    limit: int | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    gamma = _budgets("select_budget", gamma, backend, [entropy, mi], None)
-    args = (entropy, mi, gamma, lam, entropy_weight, order, mask, limit)
-    return call("select", "select_budget", backend, [entropy, mi], None, *args)  # type: ignore[no-any-return]
+@registered("select_budget", f"(Tensor entropy, Tensor mi, Tensor? mask, {BUDGET}, str? backend) -> (Tensor, Tensor)")
+def _select_budget(entropy: Tensor, mi: Tensor, mask: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
+    *budget, backend = flat
+    select, checked = _with_budget("select_budget", Budget(*budget), backend, [entropy, mi])
+    return select(entropy, mi, mask, checked)  # type: ignore[no-any-return]
 
 
 @_select_budget.register_fake
-def _(
+def _(entropy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return _empty_selection(entropy)
+
+
+def select_budget_band(
     entropy: Tensor,
-    mi: Tensor,
-    gamma: Tensor,
-    lam: float,
-    entropy_weight: float,
-    order: str,
-    mask: Tensor | None,
-    limit: int | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
+    band: Tensor,
+    *,
+    gamma: float | Tensor,
+    lam: float = 1.0,
+    entropy_weight: float = 1.0,
+    order: str = "entropy",
+    mask: Tensor | None = None,
+    limit: int | None = None,
+    backend: str | None = None,
+) -> Selection:
+    """`select_budget` where pairs farther apart than a window count as independent, in memory N * window (row S18).
+
+    cost_i = entropy_weight * H_i + lam * sum_{j chosen before i, |i - j| <= window} max(band[i, window + j - i], 0)
+
+    Args:
+        entropy: [..., N] floating, nats.
+        band: [..., N, 2 * window + 1] floating, nats, as `pairwise_mlp_band` gives it.
+        gamma: as in `select_budget`, like the rest.
+        lam: weight of the MI.
+        entropy_weight: weight of the entropy.
+        order: "entropy" or "cheapest".
+        mask: [..., N] bool or None.
+        limit: most positions a sequence.
+        backend: "triton", "cpp", "torch" or None.
+
+    Returns:
+        Selection(selected [..., N] bool, spent [...] float64).
+
+    Raises:
+        TypeError: as `select_budget`.
+        ValueError: as `select_budget`; the last dimension of band is even.
+        UnsupportedError: the backend named cannot run this call.
+
+    Numerics:
+        As `select_budget`: the same selection bit for bit as of the matrix that is 0 outside the band.
+
+    Example:
+        >>> import torch
+        >>> from mdmi_fast import ops
+        >>> band = torch.tensor([[0.0, 0.0, 0.5], [0.5, 0.0, 0.0], [0.0, 0.0, 0.0]])  # 0 and 1 depend on each other
+        >>> ops.select_budget_band(torch.tensor([0.1, 0.2, 0.3]), band, gamma=0.5).selected
+        tensor([ True, False,  True])
+    """
+    op = "select_budget_band"
+    h, values = _check_entropy(op, entropy), _values(op, "band", band)
+    if band.shape[:-1] != entropy.shape or band.shape[-1] % 2 == 0:
+        raise ValueError(
+            f"{op}: band must be [..., N, 2 * window + 1] with [..., N] = {tuple(entropy.shape)}, that of entropy, "
+            f"got {check.describe(band)}"
+        )
+    masked = _check_mask(op, mask, entropy.shape)
+    check.same_device(op, entropy=entropy, band=band, mask=mask)
+    budget = _budget(op, gamma, (lam, entropy_weight), order, limit, entropy)
+    flat = values.reshape(*h.shape, band.shape[-1])
+    return _selection(_select_budget_band(h, flat, masked, *budget, backend), entropy.shape)
+
+
+@registered(
+    "select_budget_band", f"(Tensor entropy, Tensor band, Tensor? mask, {BUDGET}, str? backend) -> (Tensor, Tensor)"
+)
+def _select_budget_band(entropy: Tensor, band: Tensor, mask: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
+    *budget, backend = flat
+    select, checked = _with_budget("select_budget_band", Budget(*budget), backend, [entropy, band])
+    return select(entropy, band, mask, checked)  # type: ignore[no-any-return]
+
+
+@_select_budget_band.register_fake
+def _(entropy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return _empty_selection(entropy)
 
 
@@ -237,21 +304,19 @@ def select_threshold(
     check.same_device(op, entropy=entropy, mi=mi, mask=mask)
     _check_limit(op, limit)
     tau = check.number(op, "tau", tau)
-    return _selection(_select_threshold(h, m, tau, masked, limit, backend), entropy.shape)
+    return _selection(_select_threshold(h, m, masked, tau, limit, backend), entropy.shape)
 
 
 @registered("select_threshold")
 def _select_threshold(
-    entropy: Tensor, mi: Tensor, tau: float, mask: Tensor | None, limit: int | None, backend: str | None
+    entropy: Tensor, mi: Tensor, mask: Tensor | None, tau: float, limit: int | None, backend: str | None
 ) -> tuple[Tensor, Tensor]:
-    args = (entropy, mi, tau, mask, limit)
-    return call("select", "select_threshold", backend, [entropy, mi], None, *args)  # type: ignore[no-any-return]
+    select = run("select", "select_threshold", backend, [entropy, mi])
+    return select(entropy, mi, mask, tau, limit)  # type: ignore[no-any-return]
 
 
 @_select_threshold.register_fake
-def _(
-    entropy: Tensor, mi: Tensor, tau: float, mask: Tensor | None, limit: int | None, backend: str | None
-) -> tuple[Tensor, Tensor]:
+def _(entropy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return _empty_selection(entropy)
 
 
@@ -289,16 +354,16 @@ def color(mi: Tensor, *, tau: float, mask: Tensor | None = None, backend: str | 
     op = "color"
     m, masked = _check_mi(op, mi), _check_mask(op, mask, mi.shape[:-1])
     check.same_device(op, mi=mi, mask=mask)
-    return _color(m, check.number(op, "tau", tau), masked, backend).reshape(mi.shape[:-1])
+    return _color(m, masked, check.number(op, "tau", tau), backend).reshape(mi.shape[:-1])
 
 
 @registered("color")
-def _color(mi: Tensor, tau: float, mask: Tensor | None, backend: str | None) -> Tensor:
-    return call("select", "color", backend, [mi], None, mi, tau, mask)  # type: ignore[no-any-return]
+def _color(mi: Tensor, mask: Tensor | None, tau: float, backend: str | None) -> Tensor:
+    return run("select", "color", backend, [mi])(mi, mask, tau)  # type: ignore[no-any-return]
 
 
 @_color.register_fake
-def _(mi: Tensor, tau: float, mask: Tensor | None, backend: str | None) -> Tensor:
+def _(mi: Tensor, *others: Any) -> Tensor:
     return mi.new_empty(mi.shape[:2], dtype=torch.int64)
 
 
@@ -368,60 +433,36 @@ def score_and_select(
     """
     op = "score_and_select"
     h = _check_entropy(op, entropy)
+    network, rule = (weights, biases, w_out, b_out), (combine, symmetry, activation, precision)
     with torch.no_grad():
-        pairs = check_pairs(
-            op, u, v, weights, biases, w_out, b_out, mask, combine, symmetry, activation, precision, prepared, backend
-        )
+        call, backend = check_pairs(op, (u, v), network, rule, mask, prepared, backend)
     if u.shape[:-1] != entropy.shape:
         raise ValueError(f"{op}: u must be [..., N, H1] with [..., N] that of entropy, got {check.describe(u)}")
     check.same_device(op, entropy=entropy, u=u)
-    _check_limit(op, limit)
-    budget = _check_gamma(op, gamma, entropy.shape[:-1], entropy.device)
-    lam, entropy_weight = check.weight(op, "lam", lam), check.weight(op, "entropy_weight", entropy_weight)
-    args = (h, *pairs.operands, budget, lam, entropy_weight, *pairs.options, limit)
+    budget = _budget(op, gamma, (lam, entropy_weight), "entropy", limit, entropy)
     with torch.no_grad():
-        if prepared is None:
-            flat = _score_and_select(*args, pairs.backend)
+        if call.packed is None:
+            flat = _score_and_select(h, *call.flat(), *budget, backend)
         else:
-            flat = _run_score_and_select(args, pairs.backend, pairs.packed)
+            flat = _run_score_and_select(h, call, budget, backend)
     return _selection(flat, entropy.shape)
 
 
-@registered("score_and_select")
-def _score_and_select(
-    entropy: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    gamma: Tensor,
-    lam: float,
-    entropy_weight: float,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    limit: int | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
-    network = (list(weights), list(biases), w_out, b_out)
-    weighting = (gamma, lam, entropy_weight)
-    args = (entropy, u, v, *network, *weighting, mask, combine, symmetry, activation, precision, limit)
-    return _run_score_and_select(args, backend, None)
+@registered("score_and_select", f"(Tensor entropy, {PAIR_CALL}, {BUDGET}, str? backend) -> (Tensor, Tensor)")
+def _score_and_select(entropy: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
+    n = len(Budget._fields) + 1
+    *budget, backend = flat[-n:]
+    return _run_score_and_select(entropy, PairCall.of(*flat[:-n]), Budget(*budget), backend)
 
 
 @_score_and_select.register_fake
-def _(entropy: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+def _(entropy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return _empty_selection(entropy)
 
 
-def _run_score_and_select(args: tuple[Any, ...], backend: str | None, packed: object) -> tuple[Tensor, Tensor]:
-    entropy, u, v, weights, biases, w_out, b_out, gamma, *options = args
-    tensors = [entropy, u, v, *weights, *biases, w_out, b_out]
-    precision = options[-2]
-    gamma = _budgets("score_and_select", gamma, backend, tensors, precision)
-    args = (*args[:7], gamma, *options)
-    return call("select", "score_and_select", backend, tensors, precision, *args, packed)  # type: ignore[no-any-return]
+def _run_score_and_select(
+    entropy: Tensor, call: PairCall, budget: Budget, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    tensors = [entropy, *call.tensors]
+    select, checked = _with_budget("score_and_select", budget, backend, tensors, call.rule.precision)
+    return select(entropy, call, checked)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
-from mdmi_fast.ops._dispatch import call
+from mdmi_fast.ops._dispatch import run
 from mdmi_fast.ops._register import registered
 
 
@@ -61,7 +61,7 @@ def entropy(logits: Tensor, *, backend: str | None = None) -> Tensor:
 
 @registered("entropy")
 def _entropy(logits: Tensor, backend: str | None) -> Tensor:
-    return call("stats", "entropy", backend, [logits], None, logits)  # type: ignore[no-any-return]
+    return run("stats", "entropy", backend, [logits])(logits)  # type: ignore[no-any-return]
 
 
 @_entropy.register_fake
@@ -71,7 +71,7 @@ def _(logits: Tensor, backend: str | None) -> Tensor:
 
 @registered("entropy_backward")
 def _entropy_backward(grad: Tensor, logits: Tensor, backend: str | None) -> Tensor:
-    return call("stats", "entropy_backward", backend, [logits], None, grad, logits)  # type: ignore[no-any-return]
+    return run("stats", "entropy_backward", backend, [logits])(grad, logits)  # type: ignore[no-any-return]
 
 
 @_entropy_backward.register_fake
@@ -125,7 +125,7 @@ def token_stats(logits: Tensor, *, backend: str | None = None) -> TokenStats:
 
 @registered("token_stats")
 def _token_stats(logits: Tensor, backend: str | None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return call("stats", "token_stats", backend, [logits], None, logits)  # type: ignore[no-any-return]
+    return run("stats", "token_stats", backend, [logits])(logits)  # type: ignore[no-any-return]
 
 
 def _empty_stats(like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -148,7 +148,7 @@ def _token_stats_backward(
     backend: str | None,
 ) -> Tensor:
     args = (grad_entropy, grad_logsumexp, grad_confidence, grad_margin, logits)
-    return call("stats", "token_stats_backward", backend, [logits], None, *args)  # type: ignore[no-any-return]
+    return run("stats", "token_stats_backward", backend, [logits])(*args)  # type: ignore[no-any-return]
 
 
 @_token_stats_backward.register_fake
@@ -226,7 +226,7 @@ def _linear_token_stats(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = [hidden, weight]
-    return call("stats", "linear_token_stats", backend, tensors, None, hidden, weight, bias)  # type: ignore[no-any-return]
+    return run("stats", "linear_token_stats", backend, tensors)(hidden, weight, bias)  # type: ignore[no-any-return]
 
 
 @_linear_token_stats.register_fake

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,11 +25,11 @@ def same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
-def mask_of(mask: Tensor | None) -> tuple[int, tuple[int, int]]:
+def mask_of(mask: Tensor | None) -> tuple[Any, ...]:
     """Address and strides of a [B, N] mask; address 0 means that every position is masked."""
     if mask is None:
         return 0, (0, 0)
-    return mask.data_ptr(), mask.stride()  # type: ignore[return-value]
+    return mask.data_ptr(), mask.stride()
 
 
 def _two_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from mdmi_fast import _C
 from mdmi_fast._threads import get_num_threads
+from mdmi_fast.backends.calls import PairNetwork
 from mdmi_fast.backends.cpp._memory import rows_of
-from mdmi_fast.backends.cpp.pairwise import Network
+from mdmi_fast.backends.cpp.pairwise import prepare_pairwise
 
 
 def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
@@ -17,7 +18,7 @@ def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]
 
 
 def mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    network = Network(weights, biases, torch.empty(0), 0.0, "fp32").packed()
+    network = prepare_pairwise(PairNetwork(weights, biases, x.new_empty(0), x.new_zeros(())), "fp32")
     result = torch.empty(*x.shape[:-1], weights[-1].shape[1], dtype=torch.float32)
     x, (address, _, (inner, outer_stride, inner_stride)) = rows_of(x.float())
     n_rows = x.shape[:-1].numel()

@@ -1,4 +1,4 @@
-"""A small network on every pair of positions, in C++."""
+"""A small network on pairs of positions, in C++."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from mdmi_fast import _C
 from mdmi_fast._threads import get_num_threads
+from mdmi_fast.backends.calls import PairCall, PairGradients, PairNetwork
 from mdmi_fast.backends.cpp._memory import DTYPE, mask_of
 
 SYMMETRY = {"none": 0, "mean": 1, "upper": 2}
 
 Half = tuple[int, int, tuple[int, int]]
-GradientTensors = tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]
 
 
 def scoring_refusals(tensors: list[Tensor], precision: str | None) -> list[str]:
@@ -29,27 +29,24 @@ def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]
     return scoring_refusals(tensors, precision)
 
 
-class Network:
-    """The weights as contiguous float32 tensors, kept alive as long as their addresses are used."""
+class Weights:
+    """A network as contiguous float32 tensors, kept alive as long as their addresses are used."""
 
-    def __init__(
-        self, weights: list[Tensor], biases: list[Tensor], w_out: Tensor, b_out: Tensor | float, precision: str
-    ) -> None:
-        self.weights, self.biases = ([x.float().contiguous() for x in xs] for xs in (weights, biases))
-        self.w_out, self.b_out = w_out.float().contiguous(), b_out
+    def __init__(self, network: PairNetwork, precision: str) -> None:
+        self.weights, self.biases = ([x.float().contiguous() for x in xs] for xs in (network.weights, network.biases))
+        self.w_out = network.w_out.float().contiguous()
         layers = [
             (w.data_ptr(), b.data_ptr(), w.shape[0], w.shape[1]) for w, b in zip(self.weights, self.biases, strict=True)
         ]
-        self.addresses = (layers, self.w_out.data_ptr(), w_out.shape[0], float(b_out), precision == "bf16")
+        width, b_out = self.w_out.shape[0], float(network.b_out)
+        self.addresses = (layers, self.w_out.data_ptr(), width, b_out, precision == "bf16")
 
     def packed(self) -> _C.PackedNetwork:
         return _C.PackedNetwork(self.addresses)
 
 
-def prepare_pairwise(
-    weights: list[Tensor], biases: list[Tensor], w_out: Tensor, b_out: Tensor, precision: str
-) -> _C.PackedNetwork:
-    return Network(weights, biases, w_out, b_out, precision).packed()
+def prepare_pairwise(network: PairNetwork, precision: str) -> _C.PackedNetwork:
+    return Weights(network, precision).packed()
 
 
 def _half(x: Tensor) -> tuple[Tensor, Half]:
@@ -60,190 +57,53 @@ def _half(x: Tensor) -> tuple[Tensor, Half]:
 class Pairs:
     """The positions whose pairs are scored, kept alive as long as their addresses are used."""
 
-    def __init__(self, u: Tensor, v: Tensor, mask: Tensor | None, combine: str, symmetry: str, activation: str) -> None:
-        same = u.data_ptr() == v.data_ptr() and u.stride() == v.stride() and u.dtype == v.dtype
-        self.u, half_u = _half(u)
-        self.v, half_v = (self.u, half_u) if same else _half(v)
-        self.halves = (half_u, half_v, u.shape, *mask_of(mask))
-        self.rule = (SYMMETRY[symmetry], combine == "mul", activation == "softplus")
+    def __init__(self, call: PairCall) -> None:
+        self.u, half_u = _half(call.u)
+        self.v, half_v = (self.u, half_u) if call.halves_are_same else _half(call.v)
+        self.halves = (half_u, half_v, call.u.shape, *mask_of(call.mask))
+        rule = call.rule
+        self.rule = (SYMMETRY[rule.symmetry], rule.combine == "mul", rule.activation == "softplus")
+        self.rows = None if call.rows is None else call.rows.contiguous()
 
 
-class Gradients:
-    """Gradients in float32 that C++ writes, and their addresses."""
-
-    def __init__(self, u: Tensor, v: Tensor, network: Network) -> None:
-        self.u, self.v = (torch.empty(x.shape, dtype=torch.float32) for x in (u, v))
-        self.weights, self.biases = ([torch.empty_like(x) for x in xs] for xs in (network.weights, network.biases))
-        self.w_out, self.b_out = torch.empty_like(network.w_out), torch.empty((), dtype=torch.float32)
-        self.addresses = (
-            self.u.data_ptr(),
-            self.v.data_ptr(),
-            [x.data_ptr() for x in self.weights],
-            [x.data_ptr() for x in self.biases],
-            self.w_out.data_ptr(),
-            self.b_out.data_ptr(),
-        )
-
-    def like(
-        self, u: Tensor, v: Tensor, weights: list[Tensor], biases: list[Tensor], w_out: Tensor, b_out: Tensor
-    ) -> GradientTensors:
-        """In the dtypes of what they belong to."""
-        d_weights = [d.to(x.dtype) for d, x in zip(self.weights, weights, strict=True)]
-        d_biases = [d.to(x.dtype) for d, x in zip(self.biases, biases, strict=True)]
-        return (
-            self.u.to(u.dtype),
-            self.v.to(v.dtype),
-            d_weights,
-            d_biases,
-            self.w_out.to(w_out.dtype),
-            self.b_out.to(b_out.dtype),
-        )
+def packed_network(call: PairCall) -> _C.PackedNetwork:
+    return call.packed or prepare_pairwise(call.network, call.rule.precision)
 
 
-def pairwise_mlp(
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    prepared: _C.PackedNetwork | None = None,
-) -> Tensor:
-    network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
-    pairs = Pairs(u, v, mask, combine, symmetry, activation)
-    batch, n = u.shape[:2]
-    result = torch.empty(batch, n, n, dtype=torch.float32)
-    _C.score_all(network, pairs.halves, pairs.rule, result.data_ptr(), get_num_threads())
+def pairwise_mlp(call: PairCall) -> Tensor:
+    network, pairs = packed_network(call), Pairs(call)
+    result = torch.empty(call.shape, dtype=torch.float32, device="cpu")
+    common = (network, pairs.halves, pairs.rule)
+    if pairs.rows is not None:
+        rows = (pairs.rows.data_ptr(), pairs.rows.shape[1])
+        _C.score_rows(*common, *rows, result.data_ptr(), get_num_threads())
+    elif call.window is not None:
+        _C.score_band(*common, call.window, result.data_ptr(), get_num_threads())
+    else:
+        _C.score_all(*common, result.data_ptr(), get_num_threads())
     return result
 
 
-def pairwise_mlp_rows(
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    rows: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    prepared: _C.PackedNetwork | None = None,
-) -> Tensor:
-    network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
-    pairs = Pairs(u, v, mask, combine, symmetry, activation)
-    rows = rows.contiguous()
-    result = torch.empty(*rows.shape, u.shape[1], dtype=torch.float32)
-    _C.score_rows(
-        network, pairs.halves, pairs.rule, rows.data_ptr(), rows.shape[1], result.data_ptr(), get_num_threads()
-    )
-    return result
-
-
-def pairwise_mlp_band(
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    window: int,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    prepared: _C.PackedNetwork | None = None,
-) -> Tensor:
-    network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
-    pairs = Pairs(u, v, mask, combine, symmetry, activation)
-    batch, n = u.shape[:2]
-    result = torch.empty(batch, n, 2 * window + 1, dtype=torch.float32)
-    _C.score_band(network, pairs.halves, pairs.rule, window, result.data_ptr(), get_num_threads())
-    return result
-
-
-def pairwise_mlp_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-) -> GradientTensors:
-    network = Network(weights, biases, w_out, b_out, precision)
-    pairs, out = Pairs(u, v, mask, combine, symmetry, activation), Gradients(u, v, network)
+def pairwise_mlp_backward(grad: Tensor, call: PairCall) -> PairGradients:
+    network, pairs = Weights(call.network, call.rule.precision), Pairs(call)
     grad = grad.float().contiguous()
-    _C.score_all_backward(
-        network.addresses, pairs.halves, pairs.rule, grad.data_ptr(), out.addresses, get_num_threads()
+    d_u, d_v = (torch.empty(x.shape, dtype=torch.float32, device="cpu") for x in (call.u, call.v))
+    d_weights, d_biases = ([torch.empty_like(x) for x in xs] for xs in (network.weights, network.biases))
+    d_b_out = torch.empty((), dtype=torch.float32, device="cpu")
+    out = PairGradients(d_u, d_v, PairNetwork(d_weights, d_biases, torch.empty_like(network.w_out), d_b_out))
+    addresses = (
+        out.u.data_ptr(),
+        out.v.data_ptr(),
+        [x.data_ptr() for x in out.network.weights],
+        [x.data_ptr() for x in out.network.biases],
+        out.network.w_out.data_ptr(),
+        out.network.b_out.data_ptr(),
     )
-    return out.like(u, v, weights, biases, w_out, b_out)
-
-
-def pairwise_mlp_rows_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    rows: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-) -> GradientTensors:
-    network = Network(weights, biases, w_out, b_out, precision)
-    pairs, out = Pairs(u, v, mask, combine, symmetry, activation), Gradients(u, v, network)
-    grad = grad.float().contiguous()
-    rows = rows.contiguous()
-    _C.score_rows_backward(
-        network.addresses,
-        pairs.halves,
-        pairs.rule,
-        rows.data_ptr(),
-        rows.shape[1],
-        grad.data_ptr(),
-        out.addresses,
-        get_num_threads(),
-    )
-    return out.like(u, v, weights, biases, w_out, b_out)
-
-
-def pairwise_mlp_band_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    window: int,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-) -> GradientTensors:
-    network = Network(weights, biases, w_out, b_out, precision)
-    pairs, out = Pairs(u, v, mask, combine, symmetry, activation), Gradients(u, v, network)
-    grad = grad.float().contiguous()
-    _C.score_band_backward(
-        network.addresses, pairs.halves, pairs.rule, window, grad.data_ptr(), out.addresses, get_num_threads()
-    )
-    return out.like(u, v, weights, biases, w_out, b_out)
+    common, last = (network.addresses, pairs.halves, pairs.rule), (grad.data_ptr(), addresses, get_num_threads())
+    if pairs.rows is not None:
+        _C.score_rows_backward(*common, pairs.rows.data_ptr(), pairs.rows.shape[1], *last)
+    elif call.window is not None:
+        _C.score_band_backward(*common, call.window, *last)
+    else:
+        _C.score_all_backward(*common, *last)
+    return out.like(call)

@@ -13,9 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mdmi_fast.backends.calls import PairCall, PairGradients, PairNetwork
 from mdmi_fast.backends.torch._tiles import compute_dtype, tile_rows
-
-Gradients = tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]
 
 
 def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
@@ -132,29 +131,18 @@ class _Band:
 
 
 class _Network:
-    """The network, and the sums of its gradients over the tiles seen so far."""
+    """The network of a call, in the dtype that sums are made in."""
 
-    def __init__(
-        self,
-        u: Tensor,
-        v: Tensor,
-        weights: list[Tensor],
-        biases: list[Tensor],
-        w_out: Tensor,
-        b_out: Tensor,
-        combine: str,
-        symmetry: str,
-        activation: str,
-        precision: str,
-    ) -> None:
-        self.dtype = compute_dtype(u, v, w_out, b_out, *weights, *biases)
-        self.combine, self.symmetry, self.activation, self.bf16 = combine, symmetry, activation, precision == "bf16"
+    def __init__(self, call: PairCall) -> None:
+        weights, biases, w_out, b_out = call.network
+        self.combine, self.symmetry, self.activation, precision = call.rule
+        self.dtype, self.bf16 = compute_dtype(*call.tensors), precision == "bf16"
         # contiguous, because the order of the sums in a product follows the layout
         self.weights = [self._rounded(w.to(self.dtype)).contiguous() for w in weights]
         self.biases = [b.to(self.dtype).contiguous() for b in biases]
         self.w_out, self.b_out = w_out.to(self.dtype).contiguous(), b_out.to(self.dtype)
-        self.n_pairs = tile_rows(max([u.shape[-1], *(w.shape[1] for w in weights)]), u.device)
-        self.same_halves = u.data_ptr() == v.data_ptr() and u.stride() == v.stride() and u.dtype == v.dtype
+        self.n_pairs = tile_rows(max([call.u.shape[-1], *(w.shape[1] for w in weights)]), call.u.device)
+        self.same_halves = call.halves_are_same
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x.bfloat16().to(x.dtype) if self.bf16 else x
@@ -179,32 +167,37 @@ class _Network:
             f = (f + self._directed(u, v, j, i)) / 2
         return f
 
-    def start_gradients(self) -> None:
-        self.d_weights = [torch.zeros_like(w) for w in self.weights]
-        self.d_biases = [torch.zeros_like(b) for b in self.biases]
-        self.d_w_out, self.d_b_out = torch.zeros_like(self.w_out), torch.zeros_like(self.b_out)
+    def no_gradients(self) -> PairNetwork:
+        """Sums that `add_gradients` adds to."""
+        return PairNetwork(
+            [torch.zeros_like(w) for w in self.weights],
+            [torch.zeros_like(b) for b in self.biases],
+            torch.zeros_like(self.w_out),
+            torch.zeros_like(self.b_out),
+        )
 
-    def add_gradients(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor, grad: Tensor, du: Tensor, dv: Tensor) -> None:
-        """Adds the gradients of the symmetrised scores times grad [P], those of u and v to du and dv [n, H1]."""
+    def add_gradients(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor, grad: Tensor, sums: PairGradients) -> None:
+        """Adds the gradients of the symmetrised scores times grad [P], those of u and v [n, H1] among them."""
         if self.symmetry == "upper":
             i, j = torch.minimum(i, j), torch.maximum(i, j)
         if self.symmetry == "mean":
             grad = grad / 2
-            self._add_directed(u, v, j, i, grad, du, dv)
-        self._add_directed(u, v, i, j, grad, du, dv)
+            self._add_directed(u, v, j, i, grad, sums)
+        self._add_directed(u, v, i, j, grad, sums)
 
-    def _add_directed(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor, grad: Tensor, du: Tensor, dv: Tensor) -> None:
+    def _add_directed(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor, grad: Tensor, sums: PairGradients) -> None:
         left, right = u[i], v[j]
         *activations, f = self._layers(left, right)
         if self.activation == "softplus":
             grad = grad * f.sigmoid()
-        self.d_b_out += grad.sum()
-        self.d_w_out += torch.mv(activations[-1].T, grad)
+        du, dv, network = sums
+        network.b_out.add_(grad.sum())
+        network.w_out.add_(torch.mv(activations[-1].T, grad))
         dz = torch.outer(grad, self.w_out)
         for k in reversed(range(len(self.weights))):
             dz.masked_fill_(activations[k + 1] <= 0, 0.0)
-            self.d_biases[k] += dz.sum(0)
-            self.d_weights[k].addmm_(self._rounded(activations[k]).T, dz)
+            network.biases[k].add_(dz.sum(0))
+            network.weights[k].addmm_(self._rounded(activations[k]).T, dz)
             dz = dz @ self.weights[k].T
         if self.combine == "add":
             dz.masked_fill_(activations[0] <= 0, 0.0)
@@ -231,10 +224,18 @@ def _all_masked(mask: Tensor | None, u: Tensor) -> Tensor:
     return torch.ones(u.shape[:2], dtype=torch.bool, device=u.device) if mask is None else mask
 
 
-def _forward(network: _Network, layout: _Layout, u: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def _layout(call: PairCall) -> _Layout:
+    n = call.u.shape[1]
+    if call.rows is not None:
+        return _Rows(n, call.rows)
+    return _Full(n) if call.window is None else _Band(n, call.window)
+
+
+def _forward(network: _Network, layout: _Layout, call: PairCall) -> Tensor:
+    u, v = call.u, call.v
     result = torch.zeros((u.shape[0], *layout.shape), dtype=torch.float32, device=u.device)
     symmetric = network.symmetry != "none" or network.same_halves
-    for b, masked in enumerate(_all_masked(mask, u).unbind(0)):
+    for b, masked in enumerate(_all_masked(call.mask, u).unbind(0)):
         positions = _positions(masked)
         left, right = (_sequence(x[b], masked, positions, network.dtype) for x in (u, v))
         out = result[b].view(-1)
@@ -246,137 +247,29 @@ def _forward(network: _Network, layout: _Layout, u: Tensor, v: Tensor, mask: Ten
     return result
 
 
-def _backward(
-    network: _Network, layout: _Layout, grad: Tensor, u: Tensor, v: Tensor, like: list[Tensor], mask: Tensor | None
-) -> Gradients:
-    """`like`: the weights, biases, w_out and b_out, for their dtypes."""
+def _backward(network: _Network, layout: _Layout, grad: Tensor, call: PairCall) -> PairGradients:
+    u, v = call.u, call.v
     du, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (u, v))
-    network.start_gradients()
-    for b, masked in enumerate(_all_masked(mask, u).unbind(0)):
+    d_network = network.no_gradients()
+    for b, masked in enumerate(_all_masked(call.mask, u).unbind(0)):
         positions = _positions(masked)
         left, right = (_sequence(x[b], masked, positions, network.dtype) for x in (u, v))
-        d_left, d_right = torch.zeros_like(left), torch.zeros_like(right)
+        sums = PairGradients(torch.zeros_like(left), torch.zeros_like(right), d_network)
         g = grad[b].masked_fill(~layout.keep(b, masked), 0.0).to(network.dtype).reshape(-1)
         for i, j, places in layout.tiles(b, positions, network.symmetry != "none", network.n_pairs):
             g_pairs = g[places[0]] if len(places) == 1 else g[places[0]] + g[places[1]]
-            network.add_gradients(left, right, i, j, g_pairs, d_left, d_right)
-        du[b, positions] = d_left.to(u.dtype)
-        dv[b, positions] = d_right.to(v.dtype)
-    sums = [*network.d_weights, *network.d_biases, network.d_w_out, network.d_b_out]
-    *layers, d_w_out, d_b_out = (g.to(t.dtype) for g, t in zip(sums, like, strict=True))
-    n_layers = len(network.weights)
-    return du, dv, layers[:n_layers], layers[n_layers:], d_w_out, d_b_out
+            network.add_gradients(left, right, i, j, g_pairs, sums)
+        du[b, positions] = sums.u.to(u.dtype)
+        dv[b, positions] = sums.v.to(v.dtype)
+    return PairGradients(du, dv, d_network).like(call)
 
 
-def pairwise_mlp(
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    prepared: object = None,
-) -> Tensor:
-    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
-    return _forward(network, _Full(u.shape[1]), u, v, mask)
+def pairwise_mlp(call: PairCall) -> Tensor:
+    scores = _forward(_Network(call), _layout(call), call)
+    return scores if call.window is None else scores[:, : call.u.shape[1]].contiguous()
 
 
-def pairwise_mlp_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-) -> Gradients:
-    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
-    return _backward(network, _Full(u.shape[1]), grad, u, v, [*weights, *biases, w_out, b_out], mask)
-
-
-def pairwise_mlp_rows(
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    rows: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    prepared: object = None,
-) -> Tensor:
-    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
-    return _forward(network, _Rows(u.shape[1], rows), u, v, mask)
-
-
-def pairwise_mlp_rows_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    rows: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-) -> Gradients:
-    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
-    return _backward(network, _Rows(u.shape[1], rows), grad, u, v, [*weights, *biases, w_out, b_out], mask)
-
-
-def pairwise_mlp_band(
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    window: int,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    prepared: object = None,
-) -> Tensor:
-    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
-    n = u.shape[1]
-    return _forward(network, _Band(n, window), u, v, mask)[:, :n].contiguous()
-
-
-def pairwise_mlp_band_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    window: int,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-) -> Gradients:
-    network = _Network(u, v, weights, biases, w_out, b_out, combine, symmetry, activation, precision)
-    grad = torch.nn.functional.pad(grad, (0, 0, 0, window))
-    return _backward(network, _Band(u.shape[1], window), grad, u, v, [*weights, *biases, w_out, b_out], mask)
+def pairwise_mlp_backward(grad: Tensor, call: PairCall) -> PairGradients:
+    if call.window is not None:
+        grad = torch.nn.functional.pad(grad, (0, 0, 0, call.window))
+    return _backward(_Network(call), _layout(call), grad, call)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mdmi_fast.backends.calls import Budget, PairCall
 from mdmi_fast.backends.torch.pairwise import pairwise_mlp
 
 Array = npt.NDArray[np.float64]
@@ -64,16 +65,9 @@ def _band_row(op: str, band: Tensor, batch: int, masked: npt.NDArray[np.int64]) 
     return values
 
 
-def _budget_row(
-    h: Array,
-    pay: Callable[[Array, int], None],
-    gamma: float,
-    lam: float,
-    entropy_weight: float,
-    order: str,
-    limit: int | None,
-) -> tuple[list[int], float]:
+def _budget_row(h: Array, pay: Callable[[Array, int], None], gamma: float, budget: Budget) -> tuple[list[int], float]:
     """The chosen, as indices into h; pay(acc, i) adds the MI of every position with the chosen i to acc."""
+    lam, entropy_weight, order, limit = budget[1:]
     # a weight of 0 switches its term off, also where the term is inf
     own = entropy_weight * h if entropy_weight else np.zeros_like(h)
     acc = np.zeros_like(h)
@@ -134,43 +128,24 @@ def _selection(rows: list[tuple[npt.NDArray[np.int64], float]], like: Tensor) ->
     return selected.to(like.device), spent.to(like.device)
 
 
-def _budget(
-    op: str,
-    entropy: Tensor,
-    mi: Tensor,
-    gamma: Tensor,
-    lam: float,
-    entropy_weight: float,
-    order: str,
-    mask: Tensor | None,
-    limit: int | None,
-) -> tuple[Tensor, Tensor]:
+def _within_budget(op: str, entropy: Tensor, mi: Tensor, mask: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
     rows = []
-    for batch, budget in enumerate(gamma.tolist()):
+    for batch, gamma in enumerate(budget.gamma.tolist()):
         masked = _masked(mask, batch, entropy.shape[1])
         h, m = _entropy_row(op, entropy, batch, masked), _mi_row(op, mi, batch, masked)
 
         def pay(acc: Array, i: int, m: Array = m) -> None:
             acc += np.maximum(m[:, i], 0.0)
 
-        chosen, spent = _budget_row(h, pay, budget, lam, entropy_weight, order, limit)
+        chosen, spent = _budget_row(h, pay, gamma, budget)
         rows.append((masked[chosen], spent))
     return _selection(rows, entropy)
 
 
-def select_budget_band(
-    entropy: Tensor,
-    band: Tensor,
-    gamma: Tensor,
-    lam: float,
-    entropy_weight: float,
-    order: str,
-    mask: Tensor | None,
-    limit: int | None,
-) -> tuple[Tensor, Tensor]:
+def select_budget_band(entropy: Tensor, band: Tensor, mask: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
     window = band.shape[2] // 2
     rows = []
-    for batch, budget in enumerate(gamma.tolist()):
+    for batch, gamma in enumerate(budget.gamma.tolist()):
         masked = _masked(mask, batch, entropy.shape[1])
         h = _entropy_row("select_budget_band", entropy, batch, masked)
         values = _band_row("select_budget_band", band, batch, masked)
@@ -180,26 +155,17 @@ def select_budget_band(
             near = masked[first:last]
             acc[first:last] += np.maximum(values[near, window + masked[i] - near], 0.0)
 
-        chosen, spent = _budget_row(h, pay, budget, lam, entropy_weight, order, limit)
+        chosen, spent = _budget_row(h, pay, gamma, budget)
         rows.append((masked[chosen], spent))
     return _selection(rows, entropy)
 
 
-def select_budget(
-    entropy: Tensor,
-    mi: Tensor,
-    gamma: Tensor,
-    lam: float,
-    entropy_weight: float,
-    order: str,
-    mask: Tensor | None,
-    limit: int | None,
-) -> tuple[Tensor, Tensor]:
-    return _budget("select_budget", entropy, mi, gamma, lam, entropy_weight, order, mask, limit)
+def select_budget(entropy: Tensor, mi: Tensor, mask: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
+    return _within_budget("select_budget", entropy, mi, mask, budget)
 
 
 def select_threshold(
-    entropy: Tensor, mi: Tensor, tau: float, mask: Tensor | None, limit: int | None
+    entropy: Tensor, mi: Tensor, mask: Tensor | None, tau: float, limit: int | None
 ) -> tuple[Tensor, Tensor]:
     rows = []
     for batch in range(entropy.shape[0]):
@@ -210,7 +176,7 @@ def select_threshold(
     return _selection(rows, entropy)
 
 
-def color(mi: Tensor, tau: float, mask: Tensor | None) -> Tensor:
+def color(mi: Tensor, mask: Tensor | None, tau: float) -> Tensor:
     groups = torch.full(mi.shape[:2], -1, dtype=torch.int64)
     for batch in range(mi.shape[0]):
         masked = _masked(mask, batch, mi.shape[1])
@@ -219,24 +185,5 @@ def color(mi: Tensor, tau: float, mask: Tensor | None) -> Tensor:
     return groups.to(mi.device)
 
 
-def score_and_select(
-    entropy: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    gamma: Tensor,
-    lam: float,
-    entropy_weight: float,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    limit: int | None,
-    prepared: object = None,
-) -> tuple[Tensor, Tensor]:
-    mi = pairwise_mlp(u, v, weights, biases, w_out, b_out, mask, combine, symmetry, activation, precision)
-    return _budget("score_and_select", entropy, mi, gamma, lam, entropy_weight, "entropy", mask, limit)
+def score_and_select(entropy: Tensor, call: PairCall, budget: Budget) -> tuple[Tensor, Tensor]:
+    return _within_budget("score_and_select", entropy, pairwise_mlp(call), call.mask, budget)

@@ -6,30 +6,26 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mdmi_fast.backends.calls import Budget, PairCall, PairNetwork, PairRule
 from mdmi_fast.backends.triton import kl, mlp, pairwise, select, stats
 
-Network = tuple[list[Tensor], list[Tensor], Tensor, Tensor]
 
-
-def network(widths: tuple[int, ...], dtype: torch.dtype) -> Network:
-    """Of H1 and the widths of the dense layers."""
-    pairs = itertools.pairwise(widths)
-    weights = [torch.empty(a, b, dtype=dtype) for a, b in pairs]
-    return weights, [torch.empty(b) for b in widths[1:]], torch.empty(widths[-1]), torch.empty(())
+def pairs(widths: tuple[int, ...], precision: str, symmetry: str, n: int, mask: Tensor | None = None) -> PairCall:
+    """A call with a network of H1 and the widths of the dense layers."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    u, v = torch.empty(2, 1, n, widths[0], dtype=dtype)
+    weights = [torch.empty(a, b, dtype=dtype) for a, b in itertools.pairwise(widths)]
+    network = PairNetwork(weights, [torch.empty(b) for b in widths[1:]], torch.empty(widths[-1]), torch.empty(()))
+    return PairCall(u, v, network, PairRule("add", symmetry, "identity", precision), mask)
 
 
 def scores(widths: tuple[int, ...], precision: str = "bf16", symmetry: str = "upper", n: int = 256) -> None:
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    u, v = torch.empty(2, 1, n, widths[0], dtype=dtype)
-    pairwise.pairwise_mlp(u, v, *network(widths, dtype), None, "add", symmetry, "identity", precision)
+    pairwise.pairwise_mlp(pairs(widths, precision, symmetry, n))
 
 
 def gradients(widths: tuple[int, ...], precision: str = "bf16", n: int = 256) -> None:
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    u, v = torch.empty(2, 1, n, widths[0], dtype=dtype)
     mask = torch.ones(1, n, dtype=torch.bool)
-    args = (mask, "add", "mean", "identity", precision)
-    pairwise.pairwise_mlp_backward(torch.empty(1, n, n), u, v, *network(widths, dtype), *args)
+    pairwise.pairwise_mlp_backward(torch.empty(1, n, n), pairs(widths, precision, "mean", n, mask))
 
 
 def token_statistics(n_v: int, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -57,9 +53,9 @@ def selections(n: int, masked: bool = True) -> None:
     h, mi = torch.empty(2, n), torch.empty(2, n, n)
     mask = torch.ones(2, n, dtype=torch.bool) if masked else None
     for order in ("entropy", "cheapest"):
-        select.select_budget(h, mi, torch.ones(2, dtype=torch.float64), 1.0, 1.0, order, mask, None)
-    select.select_threshold(h, mi, 0.1, mask, None)
-    select.color(mi, 0.1, mask)
+        select.select_budget(h, mi, mask, Budget(torch.ones(2, dtype=torch.float64), 1.0, 1.0, order))
+    select.select_threshold(h, mi, mask, 0.1, None)
+    select.color(mi, mask, 0.1)
 
 
 def dense_layers(d: int, dtype: torch.dtype = torch.float32) -> None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mdmi_fast.backends.calls import PairCall, PairNetwork
 from mdmi_fast.backends.triton import _common, _launches
 from mdmi_fast.backends.triton._common import INTERPRETED, dot, relu, rounded
 from mdmi_fast.backends.triton._launches import PairTile
@@ -345,15 +346,13 @@ class Network:
         )
 
 
-def prepare_pairwise(
-    weights: list[Tensor], biases: list[Tensor], w_out: Tensor, b_out: Tensor, precision: str
-) -> Network:
+def prepare_pairwise(network: PairNetwork, precision: str) -> Network:
     operand = _OPERAND[precision]
     return Network(
-        [w.to(operand).contiguous() for w in weights],
-        [b.float().contiguous() for b in biases],
-        w_out.float().contiguous(),
-        b_out.float(),
+        [w.to(operand).contiguous() for w in network.weights],
+        [b.float().contiguous() for b in network.biases],
+        network.w_out.float().contiguous(),
+        network.b_out.float(),
         precision,
     )
 
@@ -371,8 +370,8 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def halves_of(u: Tensor, v: Tensor) -> Halves:
-    same = u.data_ptr() == v.data_ptr() and u.stride() == v.stride() and u.dtype == v.dtype
+def halves_of(call: PairCall) -> Halves:
+    u, v, same = call.u, call.v, call.halves_are_same
     if u.dtype != v.dtype:
         u, v = u.float(), v.float()
     u = _in_rows(u)
@@ -395,24 +394,15 @@ def block(size: int, most: int) -> int:
     return min(most, max(16, triton.next_power_of_2(size)))
 
 
-def score(
-    halves: Halves,
-    network: Network,
-    rows: Tensor | None,
-    window: int | None,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-) -> Tensor:
-    """[B, N, N], [B, R, N] if rows [B, R] int32 are given, or [B, N, 2 * window + 1] if a window is; neither is empty."""
+def score(call: PairCall, network: Network) -> Tensor:
+    """The scores of a call that asks for some; its rows are int32, those that are not scored -1."""
+    halves, (combine, symmetry, activation, _), window = halves_of(call), call.rule, call.window
     u, v = halves.u, halves.v
-    batch, n, _ = u.shape
-    n_left = n if rows is None else rows.shape[1]
-    n_columns = n if window is None else 2 * window + 1
+    batch, n_left, n_columns = call.shape
+    n = u.shape[1]
     result = torch.zeros((batch, n_left, n_columns), dtype=torch.float32, device=u.device)
-    positions = masked_positions(mask)
-    mirror = rows is None and (symmetry != "none" or halves.same)
+    positions = masked_positions(call.mask)
+    mirror = call.rows is None and (symmetry != "none" or halves.same)
 
     def run(tile: PairTile) -> None:
         tiles_i, tiles_j = triton.cdiv(n_left, tile.i), triton.cdiv(n, tile.j)
@@ -431,7 +421,7 @@ def score(
             Half(u, u.stride(1)),
             Half(v, v.stride(1)),
             network.layers,
-            rows,
+            call.rows,
             positions,
             result,
             n,

@@ -7,12 +7,11 @@ Networks of up to two dense layers are scored by `_pairwise_forward`, those of u
 import torch
 from torch import Tensor
 
+from mdmi_fast.backends.calls import PairCall, PairGradients, PairNetwork
 from mdmi_fast.backends.triton import _pairwise_backward as backward
 from mdmi_fast.backends.triton import _pairwise_deep as deep
 from mdmi_fast.backends.triton import _pairwise_forward as forward
 from mdmi_fast.backends.triton._pairwise_forward import Network, halves_of, masked_positions, prepare_pairwise
-
-Gradients = tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]
 
 
 def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
@@ -32,8 +31,9 @@ def _ends(n: int, rows: Tensor | None, window: int | None, device: torch.device)
     return own, every if window is None else own + torch.arange(-window, window + 1, device=device)
 
 
-def _kept(mask: Tensor | None, batch: int, own: Tensor, other: Tensor, n: int) -> Tensor:
+def _kept(call: PairCall, own: Tensor, other: Tensor) -> Tensor:
     """Where a pair is scored [B, ...]."""
+    mask, (batch, n, _) = call.mask, call.u.shape
     keep = (own != other) & (own >= 0) & (other >= 0) & (other < n)
     if mask is None:
         return keep.expand(batch, *keep.shape[-2:])
@@ -71,43 +71,28 @@ def _rows_of(x: Tensor, rows: Tensor) -> Tensor:
 # --- scores
 
 
-def _scores(
-    u: Tensor,
-    v: Tensor,
-    network: Network,
-    rows: Tensor | None,
-    window: int | None,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-) -> Tensor:
-    batch, n, _ = u.shape
-    shape = (batch, n if rows is None else rows.shape[1], n if window is None else 2 * window + 1)
-    if 0 in shape or window == 0:
-        return torch.zeros(shape, dtype=torch.float32, device=u.device)
+def _network(call: PairCall) -> Network:
+    return call.packed or prepare_pairwise(call.network, call.rule.precision)
+
+
+def pairwise_mlp(call: PairCall) -> Tensor:
+    if 0 in call.shape or call.window == 0:
+        return torch.zeros(call.shape, dtype=torch.float32, device=call.u.device)
+    network = _network(call)
     if len(network.weights) > forward.MOST_LAYERS:
-        return _deep_scores(u, v, network, rows, window, mask, combine, symmetry, activation)
-    scored = None if rows is None else _masked_rows(rows, mask)
-    return forward.score(halves_of(u, v), network, scored, window, mask, combine, symmetry, activation)
+        return _deep_scores(call, network)
+    if call.rows is not None:
+        call = call._replace(rows=_masked_rows(call.rows, call.mask))
+    return forward.score(call, network)
 
 
-def _deep_scores(
-    u: Tensor,
-    v: Tensor,
-    network: Network,
-    rows: Tensor | None,
-    window: int | None,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-) -> Tensor:
+def _deep_scores(call: PairCall, network: Network) -> Tensor:
     """What `forward.score` gives, of a deeper network."""
-    halves = halves_of(u, v)
+    rows, window, mask, (combine, symmetry, activation, _) = call.rows, call.window, call.mask, call.rule
+    halves = halves_of(call)
     u, v = _cleared(halves.u, mask), _cleared(halves.v, mask)
     own, other = _ends(u.shape[1], rows, window, u.device)
-    keep = _kept(mask, u.shape[0], own, other, u.shape[1])
+    keep = _kept(call, own, other)
 
     def directed(x: Tensor, y: Tensor, where: Tensor) -> Tensor:
         f = deep.score(network, x, y, where, window, combine)
@@ -131,79 +116,14 @@ def _deep_scores(
     return directed(x, v, keep & (own < other)) + directed(y, u, keep & (own > other))
 
 
-def pairwise_mlp(
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    prepared: Network | None = None,
-) -> Tensor:
-    network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
-    return _scores(u, v, network, None, None, mask, combine, symmetry, activation)
-
-
-def pairwise_mlp_rows(
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    rows: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    prepared: Network | None = None,
-) -> Tensor:
-    network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
-    return _scores(u, v, network, rows, None, mask, combine, symmetry, activation)
-
-
-def pairwise_mlp_band(
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    window: int,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    prepared: Network | None = None,
-) -> Tensor:
-    network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
-    return _scores(u, v, network, None, window, mask, combine, symmetry, activation)
-
-
 # --- gradients
 
 
-def _through_activation(
-    e: Tensor,
-    u: Tensor,
-    v: Tensor,
-    network: Network,
-    rows: Tensor | None,
-    window: int | None,
-    mask: Tensor | None,
-    combine: str,
-    activation: str,
-) -> Tensor:
-    """e, times the slope of the activation at f."""
-    if activation == "softplus":
-        e = e * _scores(u, v, network, rows, window, mask, combine, "none", "identity").sigmoid()
+def _through_activation(e: Tensor, call: PairCall) -> Tensor:
+    """e, times the slope of the activation at f_ij of u_i and v_j."""
+    if call.rule.activation == "softplus":
+        rule = call.rule._replace(symmetry="none", activation="identity")
+        e = e * pairwise_mlp(call._replace(rule=rule)).sigmoid()
     return e.contiguous()
 
 
@@ -215,20 +135,13 @@ def _in_units(e: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _directed(
-    network: Network,
-    u: Tensor,
-    v: Tensor,
-    left: Tensor | None,
-    right: Tensor | None,
-    e: Tensor,
-    window: int | None,
-    combine: str,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Gradients of u, of v, and of weights, biases, w_out and b_out in turn, from e at f_ij of u_i and v_j.
+    call: PairCall, network: Network, left: Tensor | None, right: Tensor | None, e: Tensor
+) -> tuple[Tensor, Tensor, PairNetwork]:
+    """Gradients of u, of v and of the network, from e at f_ij of u_i and v_j, unmasked ones cleared.
 
     left and right are the lists of the masked positions or None for all.
     """
-    halves = halves_of(u, v)
+    halves, window, combine = halves_of(call), call.window, call.rule.combine
     unit, size = _in_units(e) if network.operand == torch.float16 else (e, None)
     if len(network.weights) > backward.MOST_LAYERS:
         du, dv, d_network = deep.gradients(network, halves.u, halves.v, unit, window, combine)
@@ -237,126 +150,65 @@ def _directed(
         du, dv, d_network = backward.gradients(network, *sides, unit, window, combine)
     if size is not None:
         du, dv, d_network = du * size, dv * size, [g * size for g in d_network]
-    return du, dv, [*d_network, e.sum()]
-
-
-def _finish(du: Tensor, dv: Tensor, d_network: list[Tensor], u: Tensor, v: Tensor, like: list[Tensor]) -> Gradients:
-    """In the dtypes of the operands; like: the weights, biases, w_out and b_out."""
-    *layers, d_w_out, d_b_out = (g.to(t.dtype) for g, t in zip(d_network, like, strict=True))
+    *layers, d_w_out = d_network
     n_layers = len(layers) // 2
-    return du.to(u.dtype), dv.to(v.dtype), layers[:n_layers], layers[n_layers:], d_w_out, d_b_out
+    return du, dv, PairNetwork(layers[:n_layers], layers[n_layers:], d_w_out, e.sum())
 
 
-def _zeros(tensors: list[Tensor]) -> list[Tensor]:
-    return [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in tensors]
+def _no_gradients(call: PairCall) -> PairGradients:
+    def zeros(t: Tensor) -> Tensor:
+        return torch.zeros(t.shape, dtype=torch.float32, device=t.device)
+
+    weights, biases, w_out, b_out = call.network
+    network = PairNetwork([zeros(w) for w in weights], [zeros(b) for b in biases], zeros(w_out), zeros(b_out))
+    return PairGradients(zeros(call.u), zeros(call.v), network)
 
 
-def _square_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    network: Network,
-    like: list[Tensor],
-    window: int | None,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-) -> Gradients:
+def pairwise_mlp_backward(grad: Tensor, call: PairCall) -> PairGradients:
+    if not grad.numel() or call.window == 0:
+        return _no_gradients(call).like(call)
+    network = prepare_pairwise(call.network, call.rule.precision)
+    gradients = _square_backward if call.rows is None else _rows_backward
+    return gradients(grad, call, network).like(call)
+
+
+def _square_backward(grad: Tensor, call: PairCall, network: Network) -> PairGradients:
     """Of all pairs, or of a band."""
-    batch, n, _ = u.shape
-    if not grad.numel() or window == 0:
-        return _finish(*_zeros([u, v]), _zeros(like), u, v, like)
-    own, other = _ends(n, None, window, u.device)
+    mask, window, symmetry = call.mask, call.window, call.rule.symmetry
+    own, other = _ends(call.u.shape[1], None, window, grad.device)
     if symmetry == "mean":
         grad = (grad + _transposed(grad, window)) / 2
     elif symmetry == "upper":
         grad = torch.where(own < other, grad + _transposed(grad, window), 0.0)
-    e = torch.where(_kept(mask, batch, own, other, n), grad, 0.0)
-    e = _through_activation(e, u, v, network, None, window, mask, combine, activation)
+    e = _through_activation(torch.where(_kept(call, own, other), grad, 0.0), call)
     positions = masked_positions(mask)
-    x, y = _cleared(u, mask), _cleared(v, mask)
-    return _finish(*_directed(network, x, y, positions, positions, e, window, combine), u, v, like)
+    cleared = call._replace(u=_cleared(call.u, mask), v=_cleared(call.v, mask))
+    return PairGradients(*_directed(cleared, network, positions, positions, e))
 
 
-def pairwise_mlp_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-) -> Gradients:
-    network = prepare_pairwise(weights, biases, w_out, b_out, precision)
-    like = [*weights, *biases, w_out, b_out]
-    return _square_backward(grad, u, v, network, like, None, mask, combine, symmetry, activation)
-
-
-def pairwise_mlp_band_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    window: int,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-) -> Gradients:
-    network = prepare_pairwise(weights, biases, w_out, b_out, precision)
-    like = [*weights, *biases, w_out, b_out]
-    return _square_backward(grad, u, v, network, like, window, mask, combine, symmetry, activation)
-
-
-def pairwise_mlp_rows_backward(
-    grad: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    rows: Tensor,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-) -> Gradients:
-    network = prepare_pairwise(weights, biases, w_out, b_out, precision)
-    like = [*weights, *biases, w_out, b_out]
-    (du, dv), d_network = _zeros([u, v]), _zeros(like)
-    batch, n, _ = u.shape
-    if not grad.numel():
-        return _finish(du, dv, d_network, u, v, like)
-    own, other = _ends(n, rows, None, u.device)
-    grad = torch.where(_kept(mask, batch, own, other, n), grad, 0.0)
+def _rows_backward(grad: Tensor, call: PairCall, network: Network) -> PairGradients:
+    u, v, mask, rows = call.u, call.v, call.mask, call.rows
+    du, dv, d_network = _no_gradients(call)
+    own, other = _ends(u.shape[1], rows, None, u.device)
+    grad = torch.where(_kept(call, own, other), grad, 0.0)
     # f of (row, j), and f of (j, row)
     shares = {
         "none": (grad, None),
         "mean": (grad / 2, grad / 2),
         "upper": (torch.where(own < other, grad, 0.0), torch.where(own > other, grad, 0.0)),
-    }[symmetry]
+    }[call.rule.symmetry]
     positions = masked_positions(mask)
     scored = (_masked_rows(rows, mask) >= 0).unsqueeze(2)
-    places = (torch.arange(batch, device=u.device).unsqueeze(1), rows.clamp_min(0))
+    places = (torch.arange(u.shape[0], device=u.device).unsqueeze(1), rows.clamp_min(0))
     for e, x, y, dx, dy in ((shares[0], u, v, du, dv), (shares[1], v, u, dv, du)):
         if e is not None:
-            e = _through_activation(e, x, y, network, rows, None, mask, combine, activation)
+            e = _through_activation(e, call._replace(u=x, v=y))
             # a row that is not scored may hold NaN; its gradient is 0, and so must it be
             x_rows = torch.where(scored, _rows_of(x, rows), 0.0)
-            d_rows, d_all, parts = _directed(network, x_rows, _cleared(y, mask), None, positions, e, None, combine)
+            side = call._replace(u=x_rows, v=_cleared(y, mask), rows=None)
+            d_rows, d_all, parts = _directed(side, network, None, positions, e)
             dx.index_put_(places, d_rows, accumulate=True)
             dy += d_all
-            d_network = [a + b for a, b in zip(d_network, parts, strict=True)]
-    return _finish(du, dv, d_network, u, v, like)
+            for sum_, part in zip(d_network.tensors, parts.tensors, strict=True):
+                sum_ += part
+    return PairGradients(du, dv, d_network)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mdmi_fast.backends.calls import Budget, PairCall
 from mdmi_fast.backends.triton import _common
 from mdmi_fast.backends.triton.pairwise import pairwise_mlp
 from mdmi_fast.backends.triton.pairwise import refusals as pairwise_refusals
@@ -319,17 +320,9 @@ def _on_device(gamma: Tensor, device: torch.device) -> Tensor:
     return gamma.to(device, non_blocking=True)
 
 
-def select_budget(
-    entropy: Tensor,
-    mi: Tensor,
-    gamma: Tensor,
-    lam: float,
-    entropy_weight: float,
-    order: str,
-    mask: Tensor | None,
-    limit: int | None,
-) -> tuple[Tensor, Tensor]:
+def select_budget(entropy: Tensor, mi: Tensor, mask: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
     batch, n = entropy.shape
+    gamma, lam, entropy_weight, order, limit = budget
     selected, spent = _nothing(entropy)
     undefined = _check(entropy, mi, mask, 0.0, None)
     block, tile = _one_program(n, mi.device)
@@ -352,7 +345,7 @@ def select_budget(
 
 
 def select_threshold(
-    entropy: Tensor, mi: Tensor, tau: float, mask: Tensor | None, limit: int | None
+    entropy: Tensor, mi: Tensor, mask: Tensor | None, tau: float, limit: int | None
 ) -> tuple[Tensor, Tensor]:
     batch, n = entropy.shape
     selected, spent = _nothing(entropy)
@@ -365,7 +358,7 @@ def select_threshold(
     return selected, spent
 
 
-def color(mi: Tensor, tau: float, mask: Tensor | None) -> Tensor:
+def color(mi: Tensor, mask: Tensor | None, tau: float) -> Tensor:
     batch, n, _ = mi.shape
     group = torch.empty((batch, n), dtype=torch.int64, device=mi.device)
     degree = torch.empty((batch, n), dtype=torch.int32, device=mi.device)
@@ -376,25 +369,5 @@ def color(mi: Tensor, tau: float, mask: Tensor | None) -> Tensor:
     return group
 
 
-def score_and_select(
-    entropy: Tensor,
-    u: Tensor,
-    v: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    w_out: Tensor,
-    b_out: Tensor,
-    gamma: Tensor,
-    lam: float,
-    entropy_weight: float,
-    mask: Tensor | None,
-    combine: str,
-    symmetry: str,
-    activation: str,
-    precision: str,
-    limit: int | None,
-    prepared: object = None,
-) -> tuple[Tensor, Tensor]:
-    network = (weights, biases, w_out, b_out)
-    mi = pairwise_mlp(u, v, *network, mask, combine, symmetry, activation, precision, prepared)
-    return select_budget(entropy, mi, gamma, lam, entropy_weight, "entropy", mask, limit)
+def score_and_select(entropy: Tensor, call: PairCall, budget: Budget) -> tuple[Tensor, Tensor]:
+    return select_budget(entropy, pairwise_mlp(call), call.mask, budget)
