@@ -80,8 +80,8 @@ def select_threshold(
 def color(mi: Tensor, mask: Tensor | None, tau: float) -> Tensor:
     mi = single_or_double(mi)
     group = torch.empty(mi.shape[:2], dtype=torch.int64)
-    what = (group.shape, *mask_of(mask), *_view(mi), tau)
-    _C.color(*what, group.data_ptr(), get_num_threads())
+    what = (group.shape, *mask_of(mask), *_view(mi), tau, group.data_ptr(), get_num_threads())
+    _C.color(*what)
     return group
 
 
