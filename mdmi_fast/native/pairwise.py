@@ -72,9 +72,9 @@ class Gradients:
     """Gradients in float32 that C++ writes, and their addresses."""
 
     def __init__(self, u: Tensor, v: Tensor, network: Network) -> None:
-        self.u, self.v = (torch.empty(x.shape, dtype=torch.float32) for x in (u, v))
+        self.u, self.v = (torch.empty(x.shape, dtype=torch.float32, device="cpu") for x in (u, v))
         self.weights, self.biases = ([torch.empty_like(x) for x in xs] for xs in (network.weights, network.biases))
-        self.w_out, self.b_out = torch.empty_like(network.w_out), torch.empty((), dtype=torch.float32)
+        self.w_out, self.b_out = torch.empty_like(network.w_out), torch.empty((), dtype=torch.float32, device="cpu")
         self.addresses = (
             self.u.data_ptr(),
             self.v.data_ptr(),
@@ -117,7 +117,7 @@ def pairwise_mlp(
     network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
     pairs = Pairs(u, v, mask, combine, symmetry, activation)
     batch, n = u.shape[:2]
-    result = torch.empty(batch, n, n, dtype=torch.float32)
+    result = torch.empty(batch, n, n, dtype=torch.float32, device="cpu")
     _C.score_all(network, pairs.halves, pairs.rule, result.data_ptr(), get_num_threads())
     return result
 
@@ -140,7 +140,7 @@ def pairwise_mlp_rows(
     network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
     pairs = Pairs(u, v, mask, combine, symmetry, activation)
     rows = rows.contiguous()
-    result = torch.empty(*rows.shape, u.shape[1], dtype=torch.float32)
+    result = torch.empty(*rows.shape, u.shape[1], dtype=torch.float32, device="cpu")
     _C.score_rows(
         network, pairs.halves, pairs.rule, rows.data_ptr(), rows.shape[1], result.data_ptr(), get_num_threads()
     )
@@ -165,7 +165,7 @@ def pairwise_mlp_band(
     network = prepared or prepare_pairwise(weights, biases, w_out, b_out, precision)
     pairs = Pairs(u, v, mask, combine, symmetry, activation)
     batch, n = u.shape[:2]
-    result = torch.empty(batch, n, 2 * window + 1, dtype=torch.float32)
+    result = torch.empty(batch, n, 2 * window + 1, dtype=torch.float32, device="cpu")
     _C.score_band(network, pairs.halves, pairs.rule, window, result.data_ptr(), get_num_threads())
     return result
 

@@ -19,7 +19,7 @@ def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]
 
 
 def _new_selection(like: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(like.shape, dtype=torch.bool), torch.empty(like.shape[0], dtype=torch.float64)
+    return torch.empty(like.shape, dtype=torch.bool, device="cpu"), torch.empty(like.shape[0], dtype=torch.float64, device="cpu")
 
 
 def select_budget(
@@ -117,7 +117,7 @@ def select_threshold(
 
 def color(mi: Tensor, tau: float, mask: Tensor | None) -> Tensor:
     mi = single_or_double(mi)
-    group = torch.empty(mi.shape[:2], dtype=torch.int64)
+    group = torch.empty(mi.shape[:2], dtype=torch.int64, device="cpu")
     _C.color(
         group.shape,
         *mask_of(mask),

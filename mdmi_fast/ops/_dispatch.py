@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast.errors import UnsupportedError
-from mdmi_fast.ops._checks import describe
+from mdmi_fast.ops._checks import describe, one_of
 
 _PACKAGES = {"triton": "mdmi_fast.kernels", "cpp": "mdmi_fast.native", "torch": "mdmi_fast.eager"}
 _DEVICES = {"triton": "cuda", "cpp": "cpu"}  # torch runs on all
@@ -95,9 +95,8 @@ def choose(
         UnsupportedError: the one named cannot run the call; every backend's reasons are listed.
     """
     named = backend or os.environ.get("MDMI_BACKEND") or None
-    if named is not None and named not in _PACKAGES:
-        source = "backend" if backend else "MDMI_BACKEND"
-        raise ValueError(f"{op}: {source} must be one of {', '.join(BACKENDS)}, got {named!r}")
+    if named is not None:
+        one_of(op, "backend" if backend else "MDMI_BACKEND", named, BACKENDS)
     device = tensors[0].device.type
     for name, module in _able(stem, op, device, named):
         if not _refusals(module, op, tensors, precision):

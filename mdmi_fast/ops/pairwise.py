@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,14 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.ops import _checks as check
 from mdmi_fast.ops._dispatch import call, choose, provided
-from mdmi_fast.ops._register import registered
+from mdmi_fast.ops._register import in_memory, registered
 
 Operands = tuple[Tensor, Tensor, list[Tensor], list[Tensor], Tensor, Tensor]
 Options = tuple[Tensor | None, str, str, str, str]
 
 PRECISIONS = ("fp32", "bf16", "tf32", "fp16")
+
+_WIDEST = 2**31 - 1
+"""Of a band: no sequence is longer."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,11 @@ def _check_network(
         expected = "[H1]" if n_last is None else f"[H_last] = ({n_last},)"
         raise ValueError(f"{op}: w_out must be {expected}, got {check.describe(w_out)}")
     if not isinstance(b_out, Tensor):
-        return torch.full((), check.number(op, "b_out", b_out), dtype=w_out.dtype, device=w_out.device)
+        bias = check.number(op, "b_out", b_out)
+        dtype = torch.float64 if w_out.dtype == torch.float64 else torch.float32
+        if math.isfinite(bias) and abs(bias) > torch.finfo(dtype).max:
+            raise ValueError(f"{op}: b_out must be a number that {str(dtype)[6:]} can hold, got {check.shown(b_out)}")
+        return torch.full((), bias, dtype=dtype, device=w_out.device)
     check.floating(op, "b_out", b_out)
     if b_out.shape not in ((), (1,)):
         raise ValueError(f"{op}: b_out must be [] or [1], got {check.describe(b_out)}")
@@ -99,7 +108,10 @@ def _check_network(
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether both are the same elements of the same memory."""
-    return a is b or (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+    if a is b or not (in_memory(a) and in_memory(b)):
+        return a is b
+    of_a, of_b = ((x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg()) for x in (a, b))
+    return of_a == of_b
 
 
 def _check_prepared(
@@ -191,9 +203,10 @@ def check_pairs(
 
 
 def _scores(pairs: Pairs, prepared: PreparedPairwise | None, rows: Tensor | None, window: int | None) -> Tensor:
-    if prepared is None:
-        return _pairwise_mlp(*pairs.operands, rows, window, *pairs.options, pairs.backend)
+    args = (*pairs.operands, rows, window, *pairs.options, pairs.backend)
     # packed weights are no tensors, and a registered op takes nothing else
+    if prepared is None or _pairwise_mlp.seen(args):
+        return _pairwise_mlp(*args)
     return _forward(pairs.operands, rows, window, pairs.options, pairs.backend, pairs.packed)
 
 
@@ -230,7 +243,8 @@ def pairwise_mlp(
         activation: "identity" or "softplus", applied before the symmetry.
         precision: of the products of the dense layers, "fp32", "bf16", "tf32" or "fp16" where the backend has it; None = "bf16"
             where u is bfloat16, else "fp32".
-        prepared: `prepare_pairwise` of these weights, for inference outside torch.compile.
+        prepared: `prepare_pairwise` of these weights, for inference outside torch.compile. Where torch has to see the call (a
+            transform, a mode, a tensor subclass) it is checked and left unused.
         backend: "triton", "cpp", "torch" or None.
 
     Returns:
@@ -372,7 +386,7 @@ def pairwise_mlp_band(
 
     Raises:
         TypeError: as `pairwise_mlp`; window is not an int.
-        ValueError: as `pairwise_mlp`; window is negative.
+        ValueError: as `pairwise_mlp`; window is negative, or 2^31 and more.
         UnsupportedError: the backend named cannot run this call.
 
     Numerics:
@@ -391,8 +405,10 @@ def pairwise_mlp_band(
     pairs = check_pairs(
         op, u, v, weights, biases, w_out, b_out, mask, combine, symmetry, activation, precision, prepared, backend
     )
-    check.whole(op, "window", window, 0)
-    return _scores(pairs, prepared, None, window).reshape(*u.shape[:-1], 2 * window + 1)
+    check.whole(op, "window", window, 0, _WIDEST)
+    reach = min(window, max(u.shape[-2] - 1, 0))
+    band = _scores(pairs, prepared, None, reach).reshape(*u.shape[:-1], 2 * reach + 1)
+    return band if reach == window else torch.nn.functional.pad(band, (window - reach, window - reach))
 
 
 def prepare_pairwise(
@@ -421,7 +437,8 @@ def prepare_pairwise(
     Raises:
         TypeError: an operand is not a floating tensor.
         ValueError: shapes do not match, or an option is not one of its choices.
-        UnsupportedError: the backend named cannot run such calls.
+        UnsupportedError: the backend named cannot run such calls, or a tensor has no memory of its own to be packed (a subclass, one
+            inside a transform).
 
     Example:
         >>> import torch
@@ -439,9 +456,14 @@ def prepare_pairwise(
     check.one_of(op, "precision", precision, PRECISIONS)
     name, _ = choose("pairwise", "pairwise_mlp", backend, [w_out, *weights], precision)
     pack = provided(name, "pairwise", op)
-    with torch.no_grad():
-        packed = pack(list(weights), list(biases), w_out, scalar, precision) if pack else None
     tensors = _network_tensors(weights, biases, w_out, b_out)
+    if not all(map(in_memory, tensors)):
+        raise UnsupportedError(["packs tensors that lie in memory, neither subclasses nor transformed ones"], op)
+    packed = None
+    if pack is not None:
+        with torch.no_grad():
+            plain = [x.resolve_neg() for x in (*weights, *biases, w_out, scalar)]
+            packed = pack(plain[: len(weights)], plain[len(weights) : -2], *plain[-2:], precision)
     return PreparedPairwise(tensors, b_out, scalar, _versions(tensors), precision, name, packed)
 
 

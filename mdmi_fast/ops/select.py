@@ -25,9 +25,7 @@ class Selection(NamedTuple):
 
 def _values(op: str, name: str, value: Tensor) -> Tensor:
     """The value without its gradient, in a dtype that selections take; the conversion is exact."""
-    tensor = check.floating(op, name, value)
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    tensor = check.floating(op, name, value).detach()
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
@@ -64,9 +62,8 @@ def _check_gamma(op: str, gamma: float | Tensor, lead: torch.Size, device: torch
         check.shape(op, "gamma", gamma, lead, "[...], one a sequence,")
         place = device if gamma.device == device else "cpu"
         return gamma.detach().to(device=place, dtype=torch.float64).reshape(-1).contiguous()
-    if check.number(op, "gamma", gamma) < 0:
-        raise ValueError(f"{op}: gamma must be at least 0, got {gamma!r}")
-    return torch.full((lead.numel(),), float(gamma), dtype=torch.float64)
+    budget = check.at_least(op, "gamma", gamma, 0.0)
+    return torch.full((lead.numel(),), budget, dtype=torch.float64, device="cpu")
 
 
 def _budgets(op: str, gamma: Tensor, backend: str | None, tensors: list[Tensor], precision: str | None) -> Tensor:
@@ -380,7 +377,7 @@ def score_and_select(
     lam, entropy_weight = check.weight(op, "lam", lam), check.weight(op, "entropy_weight", entropy_weight)
     args = (h, *pairs.operands, budget, lam, entropy_weight, *pairs.options, limit)
     with torch.no_grad():
-        if prepared is None:
+        if prepared is None or _score_and_select.seen(args):
             flat = _score_and_select(*args, pairs.backend)
         else:
             flat = _run_score_and_select(args, pairs.backend, pairs.packed)
