@@ -99,7 +99,7 @@ def _expected_entropy_kernel(
 @triton.jit
 def _in_units(x, base, ACC: tl.constexpr):
     """(x - base) UNIT, in which -inf is a number that no finite logit comes near."""
-    FLOOR: tl.constexpr = -1e300 if ACC == tl.float64 else -1e30
+    FLOOR: tl.constexpr = -1e300 if tl.float64 == ACC else -1e30
     return tl.maximum(x * UNIT - base * UNIT, FLOOR)
 
 

@@ -17,7 +17,7 @@ def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]
 
 
 def mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    network = Network(weights, biases, torch.empty(0, device="cpu"), 0.0, "fp32").packed()
+    network = Network(weights, biases, torch.empty(0, dtype=torch.float32, device="cpu"), 0.0, "fp32").packed()
     result = torch.empty(*x.shape[:-1], weights[-1].shape[1], dtype=torch.float32, device="cpu")
     x, (address, _, (inner, outer_stride, inner_stride)) = rows_of(x.float())
     n_rows = x.shape[:-1].numel()

@@ -19,7 +19,9 @@ def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]
 
 
 def _new_selection(like: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(like.shape, dtype=torch.bool, device="cpu"), torch.empty(like.shape[0], dtype=torch.float64, device="cpu")
+    return torch.empty(like.shape, dtype=torch.bool, device="cpu"), torch.empty(
+        like.shape[0], dtype=torch.float64, device="cpu"
+    )
 
 
 def select_budget(
