@@ -199,6 +199,8 @@ def checked_pass(owner: str, stats: Any, hidden: Any, mask: Any) -> tuple[TokenS
         raise TypeError(f"{owner}: stats must be TokenStats, got {type(stats).__name__}")
     fields = {name: _tensor(owner, f"stats.{name}", field) for name, field in stats._asdict().items()}
     for name, field in fields.items():
+        if name != "token":
+            check.floating(owner, f"stats.{name}", field)
         if field.shape != mask.shape:
             raise ValueError(f"{owner}: stats.{name} must be {tuple(mask.shape)} like mask, got {tuple(field.shape)}")
     return TokenStats(**fields), None if hidden is None else _tensor(owner, "hidden", hidden), mask
