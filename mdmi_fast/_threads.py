@@ -18,7 +18,7 @@ def set_num_threads(n: int) -> None:
 
     Raises:
         TypeError: n is not an int.
-        ValueError: n is less than 1.
+        ValueError: n is less than 1, or 2^31 and more.
 
     Numerics:
         Results do not depend on the number of threads.
@@ -36,6 +36,8 @@ def set_num_threads(n: int) -> None:
         raise TypeError(f"set_num_threads: n must be an int, got {type(n).__name__}")
     if n < 1:
         raise ValueError(f"set_num_threads: n must be at least 1, got {n}")
+    if n >= 2**31:
+        raise ValueError(f"set_num_threads: n must be at most {2**31 - 1}, got {n}")
     _threads = n
 
 

@@ -11,29 +11,51 @@ from torch import Tensor
 FLOATING = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
 
 
+LARGEST_INT = 2**63 - 1
+"""What tensors and kernels count with."""
+
+
 def describe(value: object) -> str:
     """What a message says it got."""
     if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')} on {value.device}"
-    return f"{value!r} ({type(value).__name__})"
+        if value.is_nested:
+            return f"a nested tensor of {str(value.dtype).removeprefix('torch.')} on {value.device}"
+        layout = "" if value.layout is torch.strided else f" {str(value.layout).removeprefix('torch.')}"
+        return f"shape {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}{layout} on {value.device}"
+    return f"{shown(value)} ({type(value).__name__})"
+
+
+def shown(value: object) -> str:
+    """The value as text that fits in a message."""
+    if isinstance(value, int) and abs(value) > LARGEST_INT:
+        return f"{'-' if value < 0 else ''}2**{abs(value).bit_length() - 1} or more"
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _dense(op: str, name: str, value: object) -> Tensor:
+    """The value, a tensor whose elements lie in memory at strides."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        raise TypeError(f"{op}: {name} must be a dense tensor, got {describe(value)}")
+    return value
 
 
 def floating(op: str, name: str, value: object) -> Tensor:
-    """The value, a floating tensor."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-    if value.dtype not in FLOATING:
-        raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {describe(value)}")
-    return value
+    """The value, a dense floating tensor."""
+    tensor = _dense(op, name, value)
+    if tensor.dtype not in FLOATING:
+        raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {describe(tensor)}")
+    return tensor
 
 
 def of_kind(op: str, name: str, value: object, dtype: torch.dtype) -> Tensor:
-    """The value, a tensor of that dtype."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
-    if value.dtype != dtype:
-        raise TypeError(f"{op}: {name} must be {str(dtype).removeprefix('torch.')}, got {describe(value)}")
-    return value
+    """The value, a dense tensor of that dtype."""
+    tensor = _dense(op, name, value)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {str(dtype).removeprefix('torch.')}, got {describe(tensor)}")
+    return tensor
 
 
 def shape(op: str, name: str, value: Tensor, expected: Sequence[int], text: str) -> None:
@@ -67,8 +89,9 @@ def same_device(op: str, **tensors: Tensor | None) -> None:
 
 
 def one_of(op: str, name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    if not isinstance(value, str) or value not in choices:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}")
 
 
 def number(op: str, name: str, value: object) -> float:
@@ -78,11 +101,17 @@ def number(op: str, name: str, value: object) -> float:
     try:
         x = float(value)
     except OverflowError:
-        raise ValueError(
-            f"{op}: {name} must be a number that float64 can hold, got an int of {len(str(value))} digits"
-        ) from None
+        raise ValueError(f"{op}: {name} must be a number that float64 can hold, got {shown(value)}") from None
     if math.isnan(x):
         raise ValueError(f"{op}: {name} must not be NaN")
+    return x
+
+
+def at_least(op: str, name: str, value: object, least: float) -> float:
+    """The value as a float of at least `least`; may be inf."""
+    x = number(op, name, value)
+    if x < least:
+        raise ValueError(f"{op}: {name} must be at least {least:g}, got {shown(value)}")
     return x
 
 
@@ -90,15 +119,17 @@ def weight(op: str, name: str, value: object) -> float:
     """The value as a finite float of at least 0."""
     x = number(op, name, value)
     if not 0.0 <= x < math.inf:
-        raise ValueError(f"{op}: {name} must be finite and at least 0, got {value!r}")
+        raise ValueError(f"{op}: {name} must be finite and at least 0, got {shown(value)}")
     return x
 
 
-def whole(op: str, name: str, value: object, least: int) -> int:
+def whole(op: str, name: str, value: object, least: int, most: int = LARGEST_INT) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{op}: {name} must be an int, got {describe(value)}")
     if value < least:
-        raise ValueError(f"{op}: {name} must be at least {least}, got {value}")
+        raise ValueError(f"{op}: {name} must be at least {least}, got {shown(value)}")
+    if value > most:
+        raise ValueError(f"{op}: {name} must be at most {most}, got {shown(value)}")
     return value
 
 

@@ -100,10 +100,10 @@ def test_a_precision_that_no_backend_has_is_unsupported(modules) -> None:
 
 
 def test_names_of_backends_are_checked(monkeypatch) -> None:
-    with pytest.raises(ValueError, match="entropy: backend must be one of triton, cpp, torch, got 'cuda'"):
+    with pytest.raises(ValueError, match="entropy: backend must be one of 'triton', 'cpp', 'torch', got 'cuda'"):
         ops.entropy(X, backend="cuda")
     monkeypatch.setenv("MDMI_BACKEND", "numpy")
-    with pytest.raises(ValueError, match="entropy: MDMI_BACKEND must be one of triton, cpp, torch, got 'numpy'"):
+    with pytest.raises(ValueError, match="entropy: MDMI_BACKEND must be one of 'triton', 'cpp', 'torch', got 'numpy'"):
         ops.entropy(X)
 
 

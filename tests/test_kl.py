@@ -188,6 +188,112 @@ def test_a_weight_of_0_silences_whatever_it_weighs(backend: str) -> None:
         assert not grads[0][1].any()
 
 
+FAR = torch.finfo(torch.float32).max
+# Logits of finite numbers so far apart that their difference, or a sum of such, exceeds float32: p and q of each row.
+APART = [
+    ([0.0, 0.0, 0.0, 0.0], [0.0, -FAR, -FAR, -FAR]),  # 3/4 of the largest number
+    ([0.0] * 40, [0.0] + [-FAR] * 39),
+    ([0.0] * 2500, [0.0] * 2499 + [-FAR]),
+    ([0.0, 0.0, 0.0], [FAR, -FAR, FAR]),  # 2/3 of it, from a difference of twice
+    ([0.0, 0.0], [FAR, -FAR]),  # all of it
+    ([0.0, 0.0], [-FAR, FAR]),
+    ([FAR, FAR, -FAR], [0.0, 1.0, 2.0]),
+    ([FAR, -FAR], [FAR, -FAR]),
+    ([-FAR, -FAR], [-FAR, -FAR]),
+    ([FAR, -FAR, -INF], [FAR, 0.0, -INF]),
+    ([0.0, 0.0, 0.0, -INF], [1.7e38, -1.7e38, -FAR, 0.0]),
+    ([-1e30, 1e30], [1e30, -1e30]),
+    ([0.0, -50.0], [0.0, -1e30]),
+    ([-FAR, FAR], [FAR, -FAR]),  # beyond float32: inf
+    ([0.0] * 9 + [-FAR], [FAR] + [-FAR] * 9),
+    ([0.0, -FAR], [0.0, -INF]),
+]
+
+
+def rounded(logits: list[float], dtype: torch.dtype) -> Tensor:
+    """As a row [1, V] of a dtype, finite where it was."""
+    x = torch.tensor([logits])
+    far = torch.finfo(dtype).max
+    return torch.where(x == -INF, x, x.double().clamp(-far, far)).to(dtype)
+
+
+@KL
+@EXPECTED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row", range(len(APART)))
+def test_finite_logits_of_any_size_give_what_float64_gives(row: int, dtype: torch.dtype, backend: str) -> None:
+    p, q = (rounded(logits, dtype) for logits in APART[row])
+    expected = reference.kl_divergence(p.double(), q.double()).float()
+    assert not expected.isnan()
+    # float32 sums of up to 2,500 equal terms
+    bound = {"rtol": 3e-6, "atol": 1e-6}
+    torch.testing.assert_close(ops.kl_divergence(p, q, backend=backend), expected, **bound)
+    stacked, weights = torch.stack([p, q, p]), torch.tensor([[0.25], [0.5], [0.125]])
+    for name, base in [("expected_kl", (q,)), ("expected_entropy", ()), ("mixture_entropy", ())]:
+        exact = getattr(reference, name)(stacked.double(), weights.double(), *(x.double() for x in base)).float()
+        got = getattr(ops, name)(stacked, weights, *base, backend=backend)
+        torch.testing.assert_close(got, exact, **bound, msg=lambda m, name=name: f"{name}: {m}")
+    stats = ops.mixture_stats(stacked, weights, q, backend=backend)
+    exact = reference.mixture_stats(stacked.double(), weights.double(), q.double())
+    for got, one in zip(stats, exact, strict=True):
+        torch.testing.assert_close(got, one.float(), **bound)
+
+
+@KL
+@EXPECTED
+@pytest.mark.parametrize("row", [row for row, (p, q) in enumerate(APART) if len(p) < 40])
+def test_gradients_of_finite_logits_of_any_size_are_those_of_float64(row: int, backend: str) -> None:
+    p, q = (torch.tensor([logits]) for logits in APART[row])
+    p64, q64 = p.double().requires_grad_(), q.double().requires_grad_()
+    exact = reference.kl_divergence(p64, q64)
+    expected = torch.autograd.grad(exact, (p64, q64), torch.ones_like(exact))
+    p.requires_grad_()
+    q.requires_grad_()
+    weights = torch.full((1, 1), 0.5)
+    for scale, got in [
+        (1.0, ops.kl_divergence(p, q, backend=backend)),
+        (0.5, ops.expected_kl(p.unsqueeze(0), weights, q, backend=backend)),
+    ]:
+        for a, b in zip(torch.autograd.grad(got, (p, q), torch.ones_like(got)), expected, strict=True):
+            if got.isfinite():
+                torch.testing.assert_close(a, (scale * b).float().nan_to_num(0.0), rtol=1e-5, atol=1e-6)
+            else:
+                assert not a.any()
+
+
+def test_a_weight_makes_a_divergence_beyond_float32_finite() -> None:
+    p, q = torch.tensor([[[-FAR, FAR]]]), torch.tensor([[FAR, -FAR]])
+    assert ops.kl_divergence(p[0], q, backend="torch").item() == INF
+    got = ops.expected_kl(p, torch.tensor([[0.25]]), q, backend="torch")
+    assert got.item() == pytest.approx(FAR / 2, rel=1e-6)
+
+
+@KL
+@EXPECTED
+@pytest.mark.parametrize("incoming", [INF, -INF, torch.nan])
+def test_what_is_0_silences_an_incoming_gradient_that_is_not_finite(incoming: float, backend: str) -> None:
+    logits, weights, base = alternatives(4, 3)
+    logits[..., 5] = -INF  # a probability of 0
+    base[..., 5] = -INF
+    weights[1] = 0.0
+    logits.requires_grad_()
+    base.requires_grad_()
+    grad = torch.full((3,), incoming)
+    for op, args in [
+        (ops.expected_entropy, (logits, weights)),
+        (ops.expected_kl, (logits, weights, base)),
+        (ops.mixture_entropy, (logits, weights)),
+    ]:
+        tensors = [x for x in args if x.requires_grad]
+        grads = torch.autograd.grad(op(*args, backend=backend), tensors, grad)
+        assert not grads[0][1].any(), op.__name__
+        for g in grads:
+            assert not g[..., 5].any(), op.__name__
+        assert not grads[0][0, :, 0].isfinite().any()  # what counts does not hide it
+    for got in torch.autograd.grad(ops.kl_divergence(logits[0], base, backend=backend), (logits, base), grad):
+        assert not got[..., 5].any()
+
+
 @EXPECTED
 def test_an_undefined_row_makes_its_reduction_nan_with_gradient_0(backend: str) -> None:
     logits, weights, base = alternatives(4, 3)

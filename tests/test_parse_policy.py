@@ -95,7 +95,7 @@ def test_every_form_that_is_offered_can_be_parsed() -> None:
         ("mi-budget:1,most=0", "most must be an integer of at least 1"),
         ("mi-budget:1,lazy=-1", "lazy must be an integer of at least 0"),
         ("entropy-bound:-1", "gamma must be at least 0"),
-        ("entropy-bound:nan", "gamma must be at least 0"),
+        ("entropy-bound:nan", "gamma must not be NaN"),
         ("mi-budget:1,lambda=2", "no option 'lambda', it takes lam, entropy_weight, order, limit"),
         ("mi-budget:1,lam=1,lam=2", "lam is given twice"),
         ("mi-budget:1,lam", "lam must be a number, got ''"),

@@ -113,6 +113,54 @@ def test_an_undefined_row_is_nan_and_harms_no_neighbour(n_vocabulary: int, poiso
             assert torch.equal(a[[0, 1, 2, 4, 5, 6]], b[[0, 1, 2, 4, 5, 6]])
 
 
+@pytest.mark.op("entropy_backward", "token_stats_backward")
+@pytest.mark.parametrize("incoming", [INF, -INF, torch.nan])
+@pytest.mark.parametrize("n_vocabulary", [4, 33, 20000])
+def test_a_probability_of_0_silences_an_incoming_gradient_that_is_not_finite(
+    n_vocabulary: int, incoming: float, backend: str
+) -> None:
+    x = logits_like(3, n_vocabulary)
+    x[:, 1] = -INF
+    x[2] = torch.nan  # undefined: gradient 0 throughout
+    x.requires_grad_()
+    grad = torch.full((3,), incoming)
+    answers = {"entropy alone": ops.entropy(x, backend=backend)}
+    answers |= {name: v for name, v in ops.token_stats(x, backend=backend)._asdict().items() if name != "token"}
+    for name, answer in answers.items():
+        (got,) = torch.autograd.grad(answer, x, grad, retain_graph=True)
+        assert not got[:, 1].any(), name
+        assert not got[2].any(), name
+        assert not got[:2, 0].isfinite().any(), name  # what counts does not hide it
+
+
+@pytest.mark.op("entropy", "token_stats", "linear_token_stats")
+@pytest.mark.parametrize("n_vocabulary", [3, 40, 300_000])
+def test_finite_logits_of_any_size_give_what_float64_gives(n_vocabulary: int, backend: str) -> None:
+    far = torch.finfo(torch.float32).max
+    x = torch.full((4, n_vocabulary), -far)
+    x[0, -1] = x[1, 0] = far
+    x[1, -1] = far
+    x[2, 0], x[2, -1] = -1e30, 1e30
+    expected = reference.token_stats(x.double())
+    head = torch.ones(4, 1), x.T.contiguous()
+    for got in (
+        ops.token_stats(x, backend=backend),
+        # one state a row would read the same head: each row has its own
+        ops.TokenStats(
+            *(
+                torch.stack(parts)
+                for parts in zip(
+                    *(ops.linear_token_stats(head[0][0], head[1][:, i : i + 1], backend=backend) for i in range(4)),
+                    strict=True,
+                )
+            )
+        ),
+    ):
+        for name, a, b in zip(got._fields, got, expected, strict=True):
+            torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(ops.entropy(x, backend=backend), expected[0].float(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.op("token_stats")
 def test_ties_go_to_the_lower_token(backend: str) -> None:
     stats = ops.token_stats(torch.tensor([[1.0, 3.0, 3.0, 2.0], [-INF, 0.0, -INF, 0.0]]), backend=backend)

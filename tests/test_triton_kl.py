@@ -102,3 +102,68 @@ def test_one_call_gives_what_three_give(n_v: int) -> None:
         )
     assert got.expected_kl[1, 2] == INF
     assert got.mixture_entropy[1, 3].isnan()
+
+
+FAR = torch.finfo(torch.float32).max
+APART = [
+    ([0.0] * 4, [0.0, -FAR, -FAR, -FAR]),
+    ([0.0] * 3000, [0.0] * 2900 + [-FAR] * 100),  # two tiles
+    ([0.0] * 2100, [-FAR] * 2099 + [FAR]),  # the largest is in the last tile
+    ([0.0, 0.0, 0.0], [FAR, -FAR, FAR]),
+    ([0.0, 0.0], [FAR, -FAR]),
+    ([FAR, FAR, -FAR], [0.0, 1.0, 2.0]),
+    ([FAR, -FAR, -INF], [FAR, 0.0, -INF]),
+    ([-1e30, 1e30], [1e30, -1e30]),
+    ([0.0, -50.0], [0.0, -1e30]),
+    ([-FAR, FAR], [FAR, -FAR]),
+    ([0.0, -FAR], [0.0, -INF]),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_finite_logits_of_any_size_give_what_float64_gives(dtype: torch.dtype) -> None:
+    bound = {"rtol": 3e-6, "atol": 1e-6}  # float32 sums of up to 3,000 equal terms
+    for row in APART:
+        p, q = (torch.tensor([logits], dtype=dtype) for logits in row)
+        expected = reference.kl_divergence(p.double(), q.double()).float()
+        torch.testing.assert_close(ops.kl_divergence(p, q, backend="triton"), expected, **bound)
+        stacked, weights = torch.stack([p, q, p]), torch.tensor([[0.25], [0.5], [0.125]])
+        exact = reference.mixture_stats(stacked.double(), weights.double(), q.double())
+        for got, one in zip(ops.mixture_stats(stacked, weights, q, backend="triton"), exact, strict=True):
+            torch.testing.assert_close(got, one.float(), **bound)
+        got = ops.expected_kl(stacked, weights, q, backend="triton")
+        torch.testing.assert_close(got, exact[2].float(), **bound)
+
+
+def test_gradients_of_finite_logits_of_any_size_are_those_of_float64() -> None:
+    for row in APART:
+        p, q = (torch.tensor([logits], requires_grad=True) for logits in row)
+        exact = [x.detach().double().requires_grad_() for x in (p, q)]
+        expected = torch.autograd.grad(reference.kl_divergence(*exact).sum(), exact)
+        got = ops.kl_divergence(p, q, backend="triton")
+        for a, b in zip(torch.autograd.grad(got.sum(), (p, q)), expected, strict=True):
+            if got.isfinite():
+                torch.testing.assert_close(a, b.float().nan_to_num(0.0), rtol=1e-5, atol=1e-6)
+            else:
+                assert not a.any()
+
+
+@pytest.mark.parametrize("incoming", [INF, torch.nan])
+def test_what_is_0_silences_an_incoming_gradient_that_is_not_finite(incoming: float) -> None:
+    x, weights, base = case(9)
+    weights[1] = 0.0
+    x[..., 5] = base[..., 5] = -INF
+    x.requires_grad_()
+    base.requires_grad_()
+    grad = torch.full((2, 5), incoming)
+    for op, args in [
+        (ops.expected_entropy, (x, weights)),
+        (ops.expected_kl, (x, weights, base)),
+        (ops.mixture_entropy, (x, weights)),
+    ]:
+        tensors = [t for t in args if t.requires_grad]
+        grads = torch.autograd.grad(op(*args, backend="triton"), tensors, grad)
+        assert not grads[0][1].any(), op.__name__
+        for g in grads:
+            assert not g[..., 5].any(), op.__name__
+        assert not grads[0][0, 0, 0, 0].isfinite()  # what counts does not hide it

@@ -132,3 +132,18 @@ def test_statistics_from_hidden_states(dtypes: tuple[torch.dtype, torch.dtype]) 
         for a, b in zip(got, exact, strict=True):
             # sums of d products of size 1 in float32
             torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("n_v", [4, 20000])
+def test_a_probability_of_0_silences_an_incoming_gradient_that_is_not_finite(n_v: int) -> None:
+    x = torch.randn(3, n_v)
+    x[:, 1] = -torch.inf
+    x[2] = torch.nan
+    x.requires_grad_()
+    answers = {"entropy alone": ops.entropy(x, backend="triton")}
+    answers |= {name: v for name, v in ops.token_stats(x, backend="triton")._asdict().items() if name != "token"}
+    for name, answer in answers.items():
+        (got,) = torch.autograd.grad(answer, x, torch.full((3,), torch.inf), retain_graph=True)
+        assert not got[:, 1].any(), name
+        assert not got[2].any(), name
+        assert not got[:2, 0].isfinite().any(), name

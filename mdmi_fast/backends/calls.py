@@ -5,6 +5,7 @@ A new operand or option of the pair ops is one field here, with its place in `fl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,6 +29,11 @@ class PairNetwork(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         return [*self.weights, *self.biases, self.w_out, self.b_out]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> PairNetwork:
+        """The network of what the function makes of each tensor."""
+        weights, biases = [function(w) for w in self.weights], [function(b) for b in self.biases]
+        return PairNetwork(weights, biases, function(self.w_out), function(self.b_out))
 
 
 class PairRule(NamedTuple):

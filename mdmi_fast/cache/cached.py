@@ -50,7 +50,7 @@ class CachedMI:
 
     def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
         n = mask.shape[1]
-        mi = torch.zeros(len(mask), n, n)
+        mi = torch.zeros(len(mask), n, n, dtype=torch.float32, device="cpu")
         reads_stats = getattr(self.source, "needs_step", False) and not isinstance(self.source, Probing)
         stats = getattr(step, "stats", None) if reads_stats else None
         keys, missing = self._keys(mask, step, hidden, stats), []
@@ -100,7 +100,8 @@ class CachedPolicy:
         if getattr(step, "notes", None) is not None:  # reasons are asked for, and only computing gives them
             return self.policy.select(stats, hidden, mask, step)
         n, width = mask.shape[1], -(-mask.shape[1] // 8)
-        selected, spent = torch.zeros(mask.shape, dtype=torch.bool), torch.zeros(len(mask), dtype=torch.float64)
+        selected = torch.zeros(mask.shape, dtype=torch.bool, device="cpu")
+        spent = torch.zeros(len(mask), dtype=torch.float64, device="cpu")
         keys, missing = self._keys(mask, step, hidden, stats), []
         for row, key in enumerate(keys):
             payload = self.cache.get(key)
@@ -123,6 +124,6 @@ class CachedPolicy:
 
 def _only(mask: Tensor, rows: list[int]) -> Tensor:
     """The mask with nothing masked in all other rows: they cost nothing, and no tensor has to be cut."""
-    keep = torch.zeros(len(mask), 1, dtype=torch.bool)
+    keep = torch.zeros(len(mask), 1, dtype=torch.bool, device="cpu")
     keep[rows] = True
     return mask & keep.to(mask.device)

@@ -172,7 +172,7 @@ def tune(
     tried = [(spec, parse_policy(spec, mi)) for spec in (YARDSTICK, *specs)]
     generator = torch.Generator().manual_seed(seed)
     seeds = draw_seeds(len(tokens), generator, tokens.device)
-    batches = torch.arange(len(tokens)).split(batch_size)
+    batches = torch.arange(len(tokens), device="cpu").split(batch_size)
     yardstick: Measured | None = None
     for spec, policy in tried:
         measured, given_up = Measured(), False
@@ -211,8 +211,8 @@ class Measured:
         passes, quality = torch.cat(self.passes), torch.cat(self.quality)
         count = len(passes)
         base_passes, base_quality = torch.cat(yardstick.passes)[:count], torch.cat(yardstick.quality)[:count]
-        rows = torch.randint(count, (_RESAMPLES, count), generator=generator)
-        rows = torch.cat([torch.arange(count).unsqueeze(0), rows])
+        rows = torch.randint(count, (_RESAMPLES, count), generator=generator, device="cpu")
+        rows = torch.cat([torch.arange(count, device="cpu").unsqueeze(0), rows])
         speedup = base_passes[rows].sum(dim=-1) / passes[rows].sum(dim=-1)
         mean, base = quality[rows].mean(dim=-1), base_quality[rows].mean(dim=-1)
         # Where one position at a time has no quality at all there is none to lose.
@@ -234,7 +234,7 @@ class Measured:
 
 
 def _interval(values: Tensor) -> Interval:
-    low, high = values[1:].quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+    low, high = values[1:].quantile(torch.tensor([0.025, 0.975], dtype=values.dtype, device=values.device)).tolist()
     return Interval(float(values[0]), low, high)
 
 
@@ -269,7 +269,7 @@ def accuracy(target: Tensor) -> Quality:
 
     def quality(tokens: Tensor, asked: Tensor, sequences: Tensor) -> Tensor:
         right = (tokens == target[sequences].to(tokens.device)) & asked
-        return right.sum(dim=-1) / asked.sum(dim=-1)
+        return right.sum(dim=-1).float() / asked.sum(dim=-1)
 
     return quality
 
@@ -296,7 +296,8 @@ def pseudo_likelihood(
 
     @torch.no_grad()
     def quality(tokens: Tensor, asked: Tensor, sequences: Tensor) -> Tensor:
-        luck = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)).to(tokens.device)
+        source = torch.Generator().manual_seed(seed)
+        luck = torch.rand(tokens.shape, generator=source, dtype=torch.float32, device="cpu").to(tokens.device)
         order = luck.masked_fill(~asked, 2.0).argsort(dim=-1)[:, :positions]
         row, rank = asked.gather(-1, order).nonzero(as_tuple=True)
         place = order[row, rank]

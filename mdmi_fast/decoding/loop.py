@@ -142,7 +142,7 @@ def decode(
         seeds=seeds,
         visible=attention_mask,
         passes=torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device),
-        confidence=torch.zeros(tokens.shape, device=tokens.device),
+        confidence=torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device),
         revised=torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device),
     )
     vocabulary = Vocabulary.of(model, tokens, suppressed, allowed)

@@ -107,10 +107,11 @@ def read_batch(
         device: of the model, and of everything that comes back.
         needs_stats: whether the statistics of the marginals will be read.
     """
-    lengths = torch.tensor([len(state.tokens) for state in states])
+    lengths = torch.tensor([len(state.tokens) for state in states], device="cpu")
     size = len(states), int(lengths.max())
-    mask = torch.zeros(size, dtype=torch.bool)
-    mi, pairs = torch.zeros(*size, size[1]), torch.zeros(*size, size[1], dtype=torch.bool)
+    mask = torch.zeros(size, dtype=torch.bool, device="cpu")
+    mi = torch.zeros(*size, size[1], dtype=torch.float32, device="cpu")
+    pairs = torch.zeros(*size, size[1], dtype=torch.bool, device="cpu")
     for row, state in enumerate(states):
         first, second = state.pairs.unbind(1)
         mask[row, state.positions] = True
@@ -121,10 +122,10 @@ def read_batch(
         hidden, stats = hidden.to(device), stats and ops.TokenStats(*(field.to(device) for field in stats))
     else:
         tokens = pad_sequence([state.tokens for state in states], batch_first=True).to(device)
-        visible = torch.arange(size[1]) < lengths.unsqueeze(1)
+        visible = torch.arange(size[1], device="cpu") < lengths.unsqueeze(1)
         output = model(tokens, None if bool(visible.all()) else visible.to(device))
         hidden, stats = output.hidden, ops.token_stats(output.logits)
-    return Batch(hidden, stats, *(field.to(device) for field in (mask, mi, pairs, mask.sum(1) / lengths)))
+    return Batch(hidden, stats, *(field.to(device) for field in (mask, mi, pairs, mask.sum(1).float() / lengths)))
 
 
 def _kept_answers(states: Sequence[Example], size: tuple[int, int]) -> tuple[Tensor, ops.TokenStats | None]:
@@ -174,7 +175,7 @@ def split_states(states: Sequence[Example], held_out: float, seed: int) -> tuple
     Raises:
         ValueError: if there is no pair left to train on, or fewer than two are held out.
     """
-    order = torch.randperm(len(states), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(states), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     count = max(1, round(held_out * len(order)))
     if count >= len(order):
         raise ValueError(f"train_estimator: holding out {count} states leaves nothing of {len(order)} to train on")

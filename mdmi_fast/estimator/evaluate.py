@@ -228,9 +228,9 @@ def _collect(
 ) -> tuple[dict[str, PairReport], Tensor]:
     """A report for every source in one run of the model, and a sample of what the first source predicts."""
     device, states = device_of(estimator), examples(labels)
-    values: dict[str, list[Tensor]] = {name: [torch.zeros(0)] for name in sources}
+    values: dict[str, list[Tensor]] = {name: [torch.zeros(0, dtype=torch.float32, device="cpu")] for name in sources}
     partners: dict[str, list[Tensor]] = {name: [] for name in sources}
-    actual, ratios = [torch.zeros(0)], [torch.zeros(0)]
+    actual, ratios = ([torch.zeros(0, dtype=torch.float32, device="cpu")] for _ in range(2))
     for first in range(0, len(states), batch_size):
         batch = read_batch(states[first : first + batch_size], model, device)
         upper = batch.pairs.triu()
@@ -245,7 +245,7 @@ def _collect(
         raise ValueError(f"evaluate_estimator: labels must hold at least two masked pairs, got {len(a)}")
     if not bool(a.isfinite().all()):
         raise ValueError(f"evaluate_estimator: labels must be finite, got {int((~a.isfinite()).sum())} that are not")
-    some = torch.randperm(len(a), generator=torch.Generator().manual_seed(0))[:_SAMPLE]
+    some = torch.randperm(len(a), generator=torch.Generator().manual_seed(0), device="cpu")[:_SAMPLE]
     reports = {}
     for name in sources:
         p = torch.cat(values[name]).double()

@@ -396,7 +396,7 @@ class PairScorer(nn.Module):
             )
         try:
             estimator = cls(**config["configuration"])
-            estimator.load_state_dict(load_file(folder / WEIGHTS_FILE))
+            estimator.load_state_dict(load_file(folder / WEIGHTS_FILE), assign=True)  # on the CPU, in the file's dtype
         except (SafetensorError, RuntimeError, TypeError) as error:
             raise ValueError(f"{folder}: weights and configuration do not make an estimator: {error}") from error
         estimator.trained_on, estimator.provenance = config.get("trained_on"), config.get("provenance", {})

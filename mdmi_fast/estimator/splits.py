@@ -28,10 +28,10 @@ def shifted_states(model: MaskedModel, tokens: Tensor, *, seed: int = 0) -> Tens
     """
     places, sequences = _free(model, tokens)
     generator = torch.Generator().manual_seed(seed)
-    share = 0.1 + 0.8 * torch.rand(len(tokens), generator=generator)
+    share = 0.1 + 0.8 * _uniform(generator, tokens.device, len(tokens))
     length = (share * len(places)).long().clamp(min=2)
-    start = (torch.rand(len(tokens), generator=generator) * (len(places) - length + 1)).long()
-    index = torch.arange(len(places))
+    start = (_uniform(generator, tokens.device, len(tokens)) * (len(places) - length + 1)).long()
+    index = torch.arange(len(places), device=tokens.device)
     run = (index >= start.unsqueeze(1)) & (index < (start + length).unsqueeze(1))
     return _placed(tokens, places, sequences.masked_fill(run, model.mask_token_id), model)
 
@@ -57,12 +57,12 @@ def adversarial_states(model: MaskedModel, tokens: Tensor, *, seed: int = 0) -> 
     places, sequences = _free(model, tokens)
     generator = torch.Generator().manual_seed(seed)
     masked = tokens[:, places] == model.mask_token_id
-    order = torch.randperm(len(places), generator=generator)
+    order = torch.randperm(len(places), generator=generator, device="cpu").to(tokens.device)
     half, motif = len(places) // 2, max(1, len(places) // 8)
-    index = torch.arange(len(places))
-    twins = torch.rand(len(tokens), half, generator=generator) < 0.5
+    index = torch.arange(len(places), device=tokens.device)
+    twins = _uniform(generator, tokens.device, len(tokens), half) < 0.5
     twins[:, 0] = True  # one pair at least
-    twins = torch.cat([twins, twins, torch.zeros(len(tokens), len(places) - 2 * half, dtype=torch.bool)], 1)
+    twins = torch.cat([twins, twins, twins.new_zeros(len(tokens), len(places) - 2 * half)], 1)
     kinds: list[tuple[Tensor, Tensor]] = [
         (sequences[:, order], masked[:, order]),
         (sequences[:, index % motif], masked),
@@ -70,8 +70,13 @@ def adversarial_states(model: MaskedModel, tokens: Tensor, *, seed: int = 0) -> 
         (sequences[:, index % half], twins),
     ]
     built = torch.stack([filled.masked_fill(mask, model.mask_token_id) for filled, mask in kinds])
-    rows = torch.arange(len(tokens))
+    rows = torch.arange(len(tokens), device=tokens.device)
     return _placed(tokens, places, built[(rows + seed) % len(kinds), rows], model)
+
+
+def _uniform(generator: torch.Generator, device: torch.device, *shape: int) -> Tensor:
+    """Numbers in [0, 1), float32, the same on every device."""
+    return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
 
 
 BUILT = {"shifted": shifted_states, "adversarial": adversarial_states}

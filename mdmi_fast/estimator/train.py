@@ -332,11 +332,11 @@ class _Run:
 def _order(n_new: int, n_old: int, seed: int, epoch: int) -> Tensor:
     """Numbers of the states of an epoch, in its order: all new ones, and as many of the old ones that follow them."""
     generator = torch.Generator().manual_seed(((seed << 20) + epoch + 1) % 2**63)
-    order = torch.randperm(n_new, generator=generator)
+    order = torch.randperm(n_new, generator=generator, device="cpu")
     if n_old:
-        some = n_new + torch.randperm(n_old, generator=generator)[:n_new]
+        some = n_new + torch.randperm(n_old, generator=generator, device="cpu")[:n_new]
         order = torch.cat([order, some])
-        order = order[torch.randperm(len(order), generator=generator)]
+        order = order[torch.randperm(len(order), generator=generator, device="cpu")]
     return order
 
 

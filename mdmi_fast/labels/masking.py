@@ -134,4 +134,6 @@ def _mask(model: MaskedModel, tokens: Tensor, seeds: Sequence[int], share: float
 
 def _luck(generators: Sequence[torch.Generator], count: int, device: torch.device) -> Tensor:
     """[B, count] float64 in [0, 1), of each sequence's own generator."""
-    return torch.stack([torch.rand(count, dtype=torch.float64, generator=each) for each in generators]).to(device)
+    return torch.stack(
+        [torch.rand(count, dtype=torch.float64, generator=each, device="cpu") for each in generators]
+    ).to(device)

@@ -197,7 +197,7 @@ def _draw(p: Tensor, tokens: Tensor, samples: int, seed: int) -> Tensor:
     luck = []
     for sequence in tokens:
         generator = torch.Generator().manual_seed((seed + fingerprint(sequence)) % 2**63)
-        luck.append(torch.rand(len(sequence), samples, dtype=torch.float64, generator=generator))
+        luck.append(torch.rand(len(sequence), samples, dtype=torch.float64, generator=generator, device="cpu"))
     drawn = invert_cumulative(p, torch.stack(luck).to(p.device))
     return torch.zeros_like(p).scatter_add_(-1, drawn, torch.ones_like(drawn, dtype=p.dtype))
 

@@ -370,8 +370,8 @@ def _probe(
     if progress is not None:
         progress(len(tokens))
     shape = state.pairs.shape
-    directed = {form: torch.zeros(shape, device=tokens.device) for form in settings.forms}
-    spread = {form: torch.zeros(shape, device=tokens.device) for form in settings.forms}
+    directed = {form: torch.zeros(shape, dtype=torch.float32, device=tokens.device) for form in settings.forms}
+    spread = {form: torch.zeros(shape, dtype=torch.float32, device=tokens.device) for form in settings.forms}
     groups = _groups(plan)
     done = 0
     while done < len(groups):

@@ -77,7 +77,7 @@ class LabelledState(NamedTuple):
 
     def dense(self, form: Form) -> Tensor:
         """[N, N] float32, symmetric, 0 where there is no label."""
-        matrix = torch.zeros(len(self.tokens), len(self.tokens))
+        matrix = self.mi[form].new_zeros(len(self.tokens), len(self.tokens))
         first, second = self.pairs.unbind(dim=1)
         matrix[first, second] = matrix[second, first] = self.mi[form]
         return matrix
@@ -302,7 +302,7 @@ def read_labels(
     if len(lengths) > 1:
         raise ValueError(f"{folder}: holds lengths {lengths[0]} to {lengths[-1]}; read them with stream_labels")
     tokens = torch.stack([state.tokens for state in states])
-    entropy = torch.zeros(tokens.shape)
+    entropy = torch.zeros(tokens.shape, dtype=torch.float32, device="cpu")
     for row, state in enumerate(states):
         entropy[row, state.positions] = state.entropy
     mi = torch.stack([state.dense(form) for state in states])
@@ -356,7 +356,7 @@ def _shard(folder: Path, number: int) -> Path:
 
 def _pair_index(positions: Tensor, window: int | None) -> Tensor:
     """Pairs [Q, 2] of masked positions i < j, at most `window` apart: the order in which a shard holds them."""
-    first, second = torch.triu_indices(len(positions), len(positions), offset=1)
+    first, second = torch.triu_indices(len(positions), len(positions), offset=1, device="cpu")
     pairs = torch.stack([positions[first], positions[second]], dim=1)
     return pairs if window is None else pairs[pairs[:, 1] - pairs[:, 0] <= window]
 
@@ -382,9 +382,9 @@ def _unpack(tokens: Tensor, probe: Probe, *, hidden: bool, window: int | None) -
 def _pack(states: Sequence[LabelledState]) -> dict[str, Tensor]:
     """A shard: every field of its states, one state after the other."""
     shard = {
-        "lengths": torch.tensor([len(state.tokens) for state in states], dtype=torch.int32),
-        "masked": torch.tensor([len(state.positions) for state in states], dtype=torch.int32),
-        "passes": torch.tensor([state.passes for state in states]),
+        "lengths": torch.tensor([len(state.tokens) for state in states], dtype=torch.int32, device="cpu"),
+        "masked": torch.tensor([len(state.positions) for state in states], dtype=torch.int32, device="cpu"),
+        "passes": torch.tensor([state.passes for state in states], device="cpu"),
         "tokens": torch.cat([state.tokens for state in states]).int(),
         "positions": torch.cat([state.positions for state in states]).int(),
         "entropy": torch.cat([state.entropy for state in states]),

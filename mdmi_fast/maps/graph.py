@@ -46,7 +46,7 @@ def dependency_graph(
         labels = mi.labels if labels is None else labels
         mask = mi.mask if mask is None else mask
     labels = [str(index) for index in range(n)] if labels is None else labels
-    mask = torch.ones(n, dtype=torch.bool) if mask is None else mask.cpu()
+    mask = torch.ones(n, dtype=torch.bool, device="cpu") if mask is None else mask.cpu()
     if len(labels) != n or mask.shape != (n,):
         raise ValueError(
             f"dependency_graph: labels and mask must be [{n}] like mi, got {len(labels)} and {tuple(mask.shape)}"

@@ -107,7 +107,7 @@ def _surprising(distances: Tensor, seen: float, rate: float) -> float:
     """The distance from the median, at most `seen`, from which on values are kept; inf if none is."""
     right, wrong = distances[distances > 0].sort().values, (-distances).sort().values
     by_chance = len(wrong) - torch.searchsorted(wrong, right)
-    fits = ((1 + by_chance) <= rate * torch.arange(len(right), 0, -1)) & (right <= seen)
+    fits = ((1 + by_chance) <= rate * torch.arange(len(right), 0, -1, device=right.device)) & (right <= seen)
     return float(right[fits][0]) if bool(fits.any()) else math.inf
 
 

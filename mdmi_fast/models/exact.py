@@ -55,7 +55,7 @@ class ExactModel(ABC):
         """I(X_i; X_j | visible) = H_i + H_j - H_ij for all masked pairs: [N, N] float64, 0 elsewhere."""
         masked = [i for i, token in enumerate(tokens.tolist()) if token == self.mask_token_id]
         single = {i: self.entropy(tokens, (i,)) for i in masked}
-        mi = torch.zeros(len(tokens), len(tokens), dtype=torch.float64)
+        mi = torch.zeros(len(tokens), len(tokens), dtype=torch.float64, device=tokens.device)
         for i, j in itertools.combinations(masked, 2):
             mi[i, j] = mi[j, i] = single[i] + single[j] - self.entropy(tokens, (i, j))
         return mi
@@ -85,13 +85,15 @@ class ExactModel(ABC):
         if bool(impossible.any()):
             sequence = tokens[int(impossible.nonzero()[0])].tolist()
             raise ValueError(f"{type(self).__name__}: the visible tokens {sequence} have probability 0")
-        index = torch.eye(self.length)[: tokens.shape[1]].expand(len(tokens), -1, -1)
+        index = torch.eye(self.length, dtype=torch.float32, device=tokens.device)[: tokens.shape[1]].expand(
+            len(tokens), -1, -1
+        )
         return MaskedOutput(p.log(), torch.cat([p.float(), index], dim=-1))
 
     def _evidence(self, tokens: Tensor) -> Tensor:
         self._check_length(tokens.shape[-1])
         hidden = tokens.unsqueeze(-1) == self.mask_token_id
-        return ((tokens.unsqueeze(-1) == torch.arange(self.vocab_size)) | hidden).double()
+        return ((tokens.unsqueeze(-1) == torch.arange(self.vocab_size, device=tokens.device)) | hidden).double()
 
     def _check_positions(self, positions: tuple[int, ...], length: int) -> None:
         if not positions or len(set(positions)) < len(positions) or not all(0 <= i < length for i in positions):
@@ -199,7 +201,7 @@ class PottsModel(JointTable):
         n, v = fields.shape
         if v**n > _MOST_SEQUENCES:
             raise ValueError(f"PottsModel: at most {_MOST_SEQUENCES} sequences can be enumerated, got {v}^{n}")
-        energy = torch.zeros((v,) * n, dtype=torch.float64)
+        energy = torch.zeros((v,) * n, dtype=torch.float64, device=fields.device)
         for i in range(n):
             energy += fields[i].double().view([v if axis == i else 1 for axis in range(n)])
         for i, j in itertools.combinations(range(n), 2):
@@ -304,7 +306,7 @@ def xor_triple() -> JointTable:
         >>> round(model.total_correlation(tokens, (0, 1, 2)), 4)  # ln 2
         0.6931
     """
-    joint = torch.zeros(2, 2, 2)
+    joint = torch.zeros(2, 2, 2, dtype=torch.float32, device="cpu")
     for a, b in itertools.product(range(2), repeat=2):
         joint[a, b, a ^ b] = 0.25
     return JointTable(joint)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdmi_fast.checks import describe
+from mdmi_fast.checks import describe, one_of
 from mdmi_fast.errors import UnsupportedError
 
 _DEVICES = {"triton": "cuda", "cpp": "cpu"}  # torch runs on all
@@ -101,9 +101,8 @@ def choose(
         UnsupportedError: the one named cannot run the call; every backend's reasons are listed.
     """
     named = backend or os.environ.get("MDMI_BACKEND") or None
-    if named is not None and named not in BACKENDS:
-        source = "backend" if backend else "MDMI_BACKEND"
-        raise ValueError(f"{op}: {source} must be one of {', '.join(BACKENDS)}, got {named!r}")
+    if named is not None:
+        one_of(op, "backend" if backend else "MDMI_BACKEND", named, BACKENDS)
     device = tensors[0].device.type
     for name, module in _able(stem, op, device, named):
         if not _refusals(module, op, tensors, precision):

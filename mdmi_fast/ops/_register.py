@@ -2,46 +2,130 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from mdmi_fast.errors import UnsupportedError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_functorch: Any = torch._C._functorch
 
 
 class Registered(Generic[P, R]):
     """A function, and the operator `mdmi_fast::name` that runs it.
 
-    Calling it goes through the operator where a compiler, a tracer, a tensor subclass or a gradient has to see it. Elsewhere
-    it runs the function itself: the operator would add 20 to 60 microseconds, several times what a small call takes.
+    Calling it goes through the operator where a compiler, a tracer, a transform, a mode, a tensor subclass or a gradient has to
+    see it. Elsewhere it runs the function itself: the operator would add 20 to 60 microseconds, several times what a
+    small call takes.
+
+    Derivatives are those of `backward` calls, once. What asks for others (forward mode, `torch.func.grad`, a second
+    derivative) gets an UnsupportedError instead of a result that has lost them.
     """
 
     def __init__(self, name: str, function: Callable[P, R], schema: str | None = None) -> None:
-        self.function = function
+        self.name, self.function = name, function
         self.operator = torch.library.custom_op(f"mdmi_fast::{name}", function, mutates_args=(), schema=schema)
+        self.operator.register_vmap(self._one_by_one)
+        self.operator.register_autograd(self._no_gradient)  # until there is one
         self.register_fake = self.operator.register_fake
         self.register_autograd = self.operator.register_autograd
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or _traced() or _watched(args, torch.is_grad_enabled()):
+        if self.seen(args):
             return self.operator(*args, **kwargs)  # type: ignore[no-any-return]
         return self.function(*args, **kwargs)
 
+    def seen(self, args: Iterable[Any]) -> bool:
+        """Whether torch has to see a call with these arguments.
 
-def _traced() -> bool:
-    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+        Raises:
+            UnsupportedError: it would lose a derivative.
+        """
+        if torch.compiler.is_compiling():
+            return True
+        transformed = _functorch.peek_interpreter_stack() is not None
+        if (transformed or forward_ad._current_level >= 0) and any(map(_differentiated, _tensors(args))):
+            reason = "has gradients of backward calls only: neither forward mode nor torch.func.grad and its relatives"
+            raise UnsupportedError([reason], self._called)
+        return (
+            transformed
+            or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+            or _len_torch_dispatch_stack() > 0
+            or _watched(args, torch.is_grad_enabled())
+        )
+
+    @property
+    def _called(self) -> str:
+        forward = self.name.removesuffix("_backward")
+        return forward if forward == self.name else f"a gradient of the gradient of {forward}"
+
+    def _no_gradient(self, ctx: Any, *grads: Any) -> None:
+        what = self._called if self.name.endswith("_backward") else f"a gradient of {self.name}"
+        raise UnsupportedError(["has none"], what)
+
+    def _one_by_one(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        """The rule of `torch.vmap`: one call for each element of the batch."""
+        leaves, spec = tree_flatten(args)
+        axes = tree_flatten(in_dims, is_leaf=lambda axis: axis is None)[0]
+        results = []
+        for index in range(info.batch_size):
+            some = [x if axis is None else x.select(axis, index) for x, axis in zip(leaves, axes, strict=True)]
+            results.append(self.operator(*tree_unflatten(some, spec)))
+        stacked = tree_map(lambda *parts: torch.stack(parts), *results)
+        return stacked, tree_map(lambda _: 0, stacked)
+
+
+def in_memory(x: Tensor) -> bool:
+    """Whether x has an address of its own, nothing that stands for a tensor inside a transform or a subclass."""
+    plain = type(x) is Tensor or type(x) is torch.nn.Parameter
+    return plain and not (
+        _functorch.is_functorch_wrapped_tensor(x)
+        or _functorch.is_legacy_batchedtensor(x)
+        or torch._is_functional_tensor(x)
+    )
+
+
+def _as_it_reads(x: Tensor) -> bool:
+    """Whether the elements of x, outside transforms, are what lies in memory: not negated lazily, not zeros without memory."""
+    return not (x.is_meta or x.is_neg() or x._is_zerotensor() or _functorch.is_legacy_batchedtensor(x))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list):
+            yield from _tensors(value)
+
+
+def _differentiated(x: Tensor) -> bool:
+    """Whether a derivative of x is followed that no `backward` call asks for."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        if _functorch.is_gradtrackingtensor(x) and ((x.requires_grad and torch.is_grad_enabled()) or _has_tangent(x)):
+            return True
+        x = _functorch.get_unwrapped(x)
+    return _has_tangent(x)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def _watched(values: Iterable[Any], gradients: bool) -> bool:
-    """Whether a tensor among the values is of a subclass or wants a gradient."""
+    """Whether a tensor among the values is of a subclass, not in memory as it reads, or wants a gradient."""
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is torch.nn.Parameter:
-            if gradients and value.requires_grad:
+            if (gradients and value.requires_grad) or not _as_it_reads(value):
                 return True
         elif isinstance(value, Tensor) or (kind is list and _watched(value, gradients)):
             return True

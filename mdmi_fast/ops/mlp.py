@@ -75,7 +75,7 @@ def _mlp_backward(grad: Tensor, x: Tensor, weights: list[Tensor], biases: list[T
         d_biases.append(flow.sum(0).to(bias.dtype))
         flow = flow @ weight.to(dtype).T
         if z is not inputs[0]:
-            flow = flow * (z > 0)
+            flow = flow.masked_fill(z <= 0, 0.0)  # not times 0: the flow may be inf
     return [flow.to(x.dtype).reshape(x.shape), *reversed(d_weights), *reversed(d_biases)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from mdmi_fast import checks as check
 from mdmi_fast.backends.calls import PAIR_CALL, PairCall, PairGradients, PairNetwork, PairRule
+from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.ops._dispatch import choose, provided, run
-from mdmi_fast.ops._register import keep, kept, registered
+from mdmi_fast.ops._register import in_memory, keep, kept, registered
 
 GivenNetwork = tuple[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor | float]
 """weights, biases, w_out and b_out as a caller gives them."""
@@ -20,6 +22,9 @@ GivenRule = tuple[str, str, str, str | None]
 """combine, symmetry, activation and precision, the last None where the operands decide."""
 
 PRECISIONS = ("fp32", "bf16", "tf32", "fp16")
+
+_WIDEST = 2**31 - 1
+"""Of a band: no sequence is longer."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,11 @@ def _check_network(op: str, network: GivenNetwork) -> PairNetwork:
         expected = "[H1]" if n_last is None else f"[H_last] = ({n_last},)"
         raise ValueError(f"{op}: w_out must be {expected}, got {check.describe(w_out)}")
     if not isinstance(b_out, Tensor):
-        scalar = torch.full((), check.number(op, "b_out", b_out), dtype=w_out.dtype, device=w_out.device)
+        bias = check.number(op, "b_out", b_out)
+        dtype = torch.float64 if w_out.dtype == torch.float64 else torch.float32
+        if math.isfinite(bias) and abs(bias) > torch.finfo(dtype).max:
+            raise ValueError(f"{op}: b_out must be a number that {str(dtype)[6:]} can hold, got {check.shown(b_out)}")
+        scalar = torch.full((), bias, dtype=dtype, device=w_out.device)
         return PairNetwork(list(weights), list(biases), w_out, scalar)
     check.floating(op, "b_out", b_out)
     if b_out.shape not in ((), (1,)):
@@ -71,7 +80,10 @@ def _check_network(op: str, network: GivenNetwork) -> PairNetwork:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     """Whether both are the same elements of the same memory."""
-    return a is b or (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
+    if a is b or not (in_memory(a) and in_memory(b)):
+        return a is b
+    of_a, of_b = ((x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg()) for x in (a, b))
+    return of_a == of_b
 
 
 def _check_prepared(op: str, prepared: PreparedPairwise, network: GivenNetwork, *halves: Tensor) -> None:
@@ -177,7 +189,8 @@ def pairwise_mlp(
         activation: "identity" or "softplus", applied before the symmetry.
         precision: of the products of the dense layers, "fp32", "bf16", "tf32" or "fp16" where the backend has it; None = "bf16"
             where u is bfloat16, else "fp32".
-        prepared: `prepare_pairwise` of these weights, for inference outside torch.compile.
+        prepared: `prepare_pairwise` of these weights, for inference outside torch.compile. Where torch has to see the call (a
+            transform, a mode, a tensor subclass) it is checked and left unused.
         backend: "triton", "cpp", "torch" or None.
 
     Returns:
@@ -317,7 +330,7 @@ def pairwise_mlp_band(
 
     Raises:
         TypeError: as `pairwise_mlp`; window is not an int.
-        ValueError: as `pairwise_mlp`; window is negative.
+        ValueError: as `pairwise_mlp`; window is negative, or 2^31 and more.
         UnsupportedError: the backend named cannot run this call.
 
     Numerics:
@@ -335,8 +348,10 @@ def pairwise_mlp_band(
     op = "pairwise_mlp_band"
     network, rule = (weights, biases, w_out, b_out), (combine, symmetry, activation, precision)
     call, backend = check_pairs(op, (u, v), network, rule, mask, prepared, backend)
-    check.whole(op, "window", window, 0)
-    return _scores(call._replace(window=window), backend).reshape(*u.shape[:-1], 2 * window + 1)
+    check.whole(op, "window", window, 0, _WIDEST)
+    reach = min(window, max(u.shape[-2] - 1, 0))
+    band = _scores(call._replace(window=reach), backend).reshape(*u.shape[:-1], 2 * reach + 1)
+    return band if reach == window else torch.nn.functional.pad(band, (window - reach, window - reach))
 
 
 def prepare_pairwise(
@@ -365,7 +380,8 @@ def prepare_pairwise(
     Raises:
         TypeError: an operand is not a floating tensor.
         ValueError: shapes do not match, or an option is not one of its choices.
-        UnsupportedError: the backend named cannot run such calls.
+        UnsupportedError: the backend named cannot run such calls, or a tensor has no memory of its own to be packed (a subclass, one
+            inside a transform).
 
     Example:
         >>> import torch
@@ -383,16 +399,22 @@ def prepare_pairwise(
     check.one_of(op, "precision", precision, PRECISIONS)
     name, _ = choose("pairwise", "pairwise_mlp", backend, [w_out, *weights], precision)
     pack = provided(name, "pairwise", op)
-    with torch.no_grad():
-        packed = pack(network, precision) if pack else None
     tensors = _network_tensors(given)
+    if not all(map(in_memory, tensors)):
+        raise UnsupportedError(["packs tensors that lie in memory, neither subclasses nor transformed ones"], op)
+    packed = None
+    if pack is not None:
+        with torch.no_grad():
+            packed = pack(network.map(Tensor.resolve_neg), precision)
     return PreparedPairwise(tensors, b_out, network, _versions(tensors), precision, name, packed)
 
 
 def _scores(call: PairCall, backend: str | None) -> Tensor:
-    if call.packed is None:
-        return _pairwise_mlp(*call.flat(), backend)
-    return _forward(call, backend)  # packed weights are no tensors, and a registered operator takes nothing else
+    flat = (*call.flat(), backend)
+    # packed weights are no tensors, and a registered operator takes nothing else
+    if call.packed is None or _pairwise_mlp.seen(flat):
+        return _pairwise_mlp(*flat)
+    return _forward(call, backend)
 
 
 def _forward(call: PairCall, backend: str | None) -> Tensor:

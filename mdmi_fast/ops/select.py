@@ -26,9 +26,7 @@ class Selection(NamedTuple):
 
 def _values(op: str, name: str, value: Tensor) -> Tensor:
     """The value without its gradient, in a dtype that selections take; the conversion is exact."""
-    tensor = check.floating(op, name, value)
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    tensor = check.floating(op, name, value).detach()
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
@@ -65,9 +63,8 @@ def _check_gamma(op: str, gamma: float | Tensor, lead: torch.Size, device: torch
         check.shape(op, "gamma", gamma, lead, "[...], one a sequence,")
         place = device if gamma.device == device else "cpu"
         return gamma.detach().to(device=place, dtype=torch.float64).reshape(-1).contiguous()
-    if check.number(op, "gamma", gamma) < 0:
-        raise ValueError(f"{op}: gamma must be at least 0, got {gamma!r}")
-    return torch.full((lead.numel(),), float(gamma), dtype=torch.float64)
+    budget = check.at_least(op, "gamma", gamma, 0.0)
+    return torch.full((lead.numel(),), budget, dtype=torch.float64, device="cpu")
 
 
 def _budget(
@@ -441,8 +438,9 @@ def score_and_select(
     check.same_device(op, entropy=entropy, u=u)
     budget = _budget(op, gamma, (lam, entropy_weight), "entropy", limit, entropy)
     with torch.no_grad():
-        if call.packed is None:
-            flat = _score_and_select(h, *call.flat(), *budget, backend)
+        args = (h, *call.flat(), *budget, backend)
+        if call.packed is None or _score_and_select.seen(args):
+            flat = _score_and_select(*args)
         else:
             flat = _run_score_and_select(h, call, budget, backend)
     return _selection(flat, entropy.shape)

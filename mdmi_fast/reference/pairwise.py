@@ -82,7 +82,7 @@ def pairwise_mlp_band(
         u, v, weights, biases, w_out, b_out, mask=mask, combine=combine, symmetry=symmetry, activation=activation
     )
     n = u.shape[-2]
-    columns = torch.arange(n)[:, None] + torch.arange(-window, window + 1)
+    columns = torch.arange(n, device=u.device)[:, None] + torch.arange(-window, window + 1, device=u.device)
     inside = (columns >= 0) & (columns < n)
     index = columns.clamp(0, max(n - 1, 0)).expand(*full.shape[:-1], 2 * window + 1)
     return torch.where(inside, full.gather(-1, index), 0.0)

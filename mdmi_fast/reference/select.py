@@ -36,15 +36,15 @@ def _check_mi(op: str, batch: int, masked: list[int], m: Matrix) -> None:
 
 
 def _masked(mask: Tensor | None, like: Tensor) -> list[list[int]]:
-    mask = torch.ones(like.shape[:2], dtype=torch.bool) if mask is None else mask
+    mask = torch.ones(like.shape[:2], dtype=torch.bool, device=like.device) if mask is None else mask
     return [[i for i, m in enumerate(row) if m] for row in mask.tolist()]
 
 
 def _selection(rows: list[tuple[list[int], float]], like: Tensor) -> tuple[Tensor, Tensor]:
-    selected = torch.zeros(like.shape, dtype=torch.bool)
+    selected = torch.zeros(like.shape, dtype=torch.bool, device="cpu")
     for batch, (chosen, _) in enumerate(rows):
         selected[batch, chosen] = True
-    spent = torch.tensor([spent for _, spent in rows], dtype=torch.float64)
+    spent = torch.tensor([spent for _, spent in rows], dtype=torch.float64, device="cpu")
     return selected.to(like.device), spent.to(like.device)
 
 
@@ -156,7 +156,7 @@ def _color_row(masked: list[int], m: Matrix, tau: float) -> dict[int, int]:
 
 def color(mi: Tensor, tau: float, mask: Tensor | None = None) -> Tensor:
     """Welsh-Powell colouring of the graph of pairs at or above tau; -1 at unmasked positions."""
-    groups = torch.full(mi.shape[:2], -1, dtype=torch.int64)
+    groups = torch.full(mi.shape[:2], -1, dtype=torch.int64, device="cpu")
     for batch, (m, masked) in enumerate(zip(mi.tolist(), _masked(mask, mi), strict=True)):
         _check_mi("color", batch, masked, m)
         for i, c in _color_row(masked, m, tau).items():

@@ -9,6 +9,8 @@ from torch import Tensor
 def log_probabilities(logits: Tensor) -> Tensor:
     """Log softmax; a row with NaN or +inf, or of -inf only, is NaN throughout."""
     shifted = logits - logits.detach().amax(-1, keepdim=True)  # a large maximum would swallow the sum
+    # finite logits that lie farther apart than the dtype reaches are not infinitely far apart
+    shifted = torch.where(logits == -torch.inf, shifted, shifted.clamp_min(torch.finfo(logits.dtype).min))
     return shifted - torch.logsumexp(shifted, -1, keepdim=True)
 
 

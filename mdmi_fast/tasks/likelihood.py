@@ -46,7 +46,7 @@ def surprise(
         parts = [counted[(number + turn) % every :: every] for turn in range(every if passes is None else passes)]
         total = 0.0
         for part in parts:
-            judged = torch.tensor(part) + len(judge.tokenizer.before)
+            judged = torch.tensor(part, device=tokens.device) + len(judge.tokenizer.before)
             masked = tokens.index_fill(1, judged, judge.mask_token_id)
             logp = judge(masked).logits[0].double().log_softmax(dim=-1)
             total -= float(logp[judged, tokens[0, judged]].sum())

@@ -212,7 +212,7 @@ class AuditBlock:
 
     def correlation(self) -> float | None:
         """Pearson's r; 0 where only the predictions do not vary, None where the truth does not."""
-        x, y = (torch.tensor(side, dtype=torch.float64) for side in (self.predicted, self.probed))
+        x, y = (torch.tensor(side, dtype=torch.float64, device="cpu") for side in (self.predicted, self.probed))
         x, y = x - x.mean(), y - y.mean()
         if not bool(y.any()):
             return None

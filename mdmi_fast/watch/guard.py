@@ -550,7 +550,8 @@ def pseudo_likelihood(
         return total.exp()
     seeds = draw_seeds(positions, generator, tokens.device).tolist()
     for seed in seeds:
-        luck = torch.rand(decoded.shape, generator=torch.Generator().manual_seed(seed)).to(tokens.device)
+        source = torch.Generator().manual_seed(seed)
+        luck = torch.rand(decoded.shape, generator=source, dtype=torch.float32, device="cpu").to(tokens.device)
         at = luck.masked_fill(~decoded, -1.0).argmax(dim=-1)[rows]
         states = tokens[rows].clone()
         hidden_token = states.gather(1, at.unsqueeze(-1)).squeeze(-1)

@@ -56,7 +56,7 @@ def _stack_stats(
 
 
 def _new(logits: Tensor) -> Tensor:
-    return torch.empty(logits.shape[1:-1], dtype=torch.float32)
+    return torch.empty(logits.shape[1:-1], dtype=torch.float32, device="cpu")
 
 
 def expected_entropy(logits: Tensor, weights: Tensor) -> Tensor:
@@ -66,7 +66,8 @@ def expected_entropy(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def expected_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
-    return entropy_backward(grad.double() * weights.double(), logits)
+    # a weight of 0 silences its alternative, also where the gradient that came in is inf
+    return entropy_backward(torch.where(weights == 0, 0.0, grad.double() * weights.double()), logits)
 
 
 def expected_kl(logits: Tensor, weights: Tensor | None, base_logits: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ def expected_kl_backward(
 ) -> tuple[Tensor, Tensor]:
     dtypes = logits.dtype, base_logits.dtype
     logits, base_logits = same_width(logits, base_logits)
-    d_logits, d_base = (torch.empty(x.shape, dtype=x.dtype) for x in (logits, base_logits))
+    d_logits, d_base = (torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in (logits, base_logits))
     grad = grad.double().contiguous()
     alive, stack = _stack(logits, weights)
     base_logits, base = rows_of(base_logits)
@@ -104,7 +105,7 @@ def mixture_stats(logits: Tensor, weights: Tensor, base_logits: Tensor) -> tuple
 
 
 def mixture_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
-    result = torch.empty(logits.shape, dtype=logits.dtype)
+    result = torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
     grad = grad.double().contiguous()
     alive, stack = _stack(logits, weights)
     _C.mixture_entropy_backward(stack, logits.shape[-1], grad.data_ptr(), _out(result), get_num_threads())

@@ -18,8 +18,9 @@ def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]
 
 
 def mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    network = prepare_pairwise(PairNetwork(weights, biases, x.new_empty(0), x.new_zeros(())), "fp32")
-    result = torch.empty(*x.shape[:-1], weights[-1].shape[1], dtype=torch.float32)
+    empty, zero = torch.empty(0, dtype=torch.float32, device="cpu"), torch.zeros((), device="cpu")
+    network = prepare_pairwise(PairNetwork(weights, biases, empty, zero), "fp32")
+    result = torch.empty(*x.shape[:-1], weights[-1].shape[1], dtype=torch.float32, device="cpu")
     x, (address, _, (inner, outer_stride, inner_stride)) = rows_of(x.float())
     n_rows = x.shape[:-1].numel()
     _C.mlp(network, address, n_rows, max(inner, 1), outer_stride, inner_stride, result.data_ptr(), get_num_threads())

@@ -26,7 +26,8 @@ def _view(x: Tensor) -> tuple[Any, ...]:
 
 
 def _new_selection(like: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(like.shape, dtype=torch.bool), torch.empty(like.shape[0], dtype=torch.float64)
+    selected = torch.empty(like.shape, dtype=torch.bool, device="cpu")
+    return selected, torch.empty(like.shape[0], dtype=torch.float64, device="cpu")
 
 
 def select_budget(entropy: Tensor, mi: Tensor, mask: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,7 @@ def select_threshold(
 
 def color(mi: Tensor, mask: Tensor | None, tau: float) -> Tensor:
     mi = single_or_double(mi)
-    group = torch.empty(mi.shape[:2], dtype=torch.int64)
+    group = torch.empty(mi.shape[:2], dtype=torch.int64, device="cpu")
     what = (group.shape, *mask_of(mask), *_view(mi), tau, group.data_ptr(), get_num_threads())
     _C.color(*what)
     return group

@@ -17,8 +17,8 @@ TILE_ELEMENTS = 1 << 20
 
 
 def _new_stats(lead: torch.Size) -> Stats:
-    h, lse, confidence, margin = (torch.empty(lead, dtype=torch.float32) for _ in range(4))
-    return h, lse, confidence, torch.empty(lead, dtype=torch.int64), margin
+    h, lse, confidence, margin = (torch.empty(lead, dtype=torch.float32, device="cpu") for _ in range(4))
+    return h, lse, confidence, torch.empty(lead, dtype=torch.int64, device="cpu"), margin
 
 
 def _addresses(stats: Stats) -> tuple[int, ...]:
@@ -26,7 +26,7 @@ def _addresses(stats: Stats) -> tuple[int, ...]:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    result = torch.empty(logits.shape[:-1], dtype=torch.float32)
+    result = torch.empty(logits.shape[:-1], dtype=torch.float32, device="cpu")
     logits, rows = rows_of(logits)
     _C.row_stats(rows, result.numel(), logits.shape[-1], (result.data_ptr(), 0, 0, 0, 0), get_num_threads())
     return result
@@ -40,7 +40,7 @@ def token_stats(logits: Tensor) -> Stats:
 
 
 def _backward(grads: tuple[Tensor | None, ...], logits: Tensor) -> Tensor:
-    result = torch.empty(logits.shape, dtype=logits.dtype)
+    result = torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
     logits, rows = rows_of(logits)
     doubles = [None if g is None else g.double().contiguous() for g in grads]
     addresses = tuple(0 if g is None else g.data_ptr() for g in doubles)
@@ -67,11 +67,11 @@ def linear_token_stats(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> S
     result = _new_stats(lead)
     x = hidden.reshape(lead.numel(), hidden.shape[-1])
     n_rows = x.shape[0]
-    states = torch.empty(n_rows * _C.ROW_STATE_BYTES, dtype=torch.uint8)
+    states = torch.empty(n_rows * _C.ROW_STATE_BYTES, dtype=torch.uint8, device="cpu")
     _C.new_states(states.data_ptr(), n_rows)
     n_columns = min(n_vocabulary, TILE_COLUMNS)
     n_together = max(1, min(n_rows, TILE_ELEMENTS // n_columns))
-    tile = torch.empty(n_together, n_columns, dtype=dtype)
+    tile = torch.empty(n_together, n_columns, dtype=dtype, device="cpu")
     for column in range(0, n_vocabulary, n_columns):
         head = weight[column : column + n_columns].to(dtype).T
         shift = None if bias is None else bias[column : column + n_columns].to(dtype)

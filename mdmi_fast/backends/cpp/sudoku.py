@@ -15,8 +15,8 @@ def sudoku_forward(tokens: Tensor, weights: Tensor, iterations: int, codes: Tens
         raise ValueError(f"sudoku_forward: weights must hold {_C.sudoku_weights} numbers, got {weights.numel()}")
     tokens, weights, codes = tokens.contiguous(), weights.contiguous(), codes.contiguous()
     boards, cells = tokens.shape
-    logits = torch.empty(boards, cells, 10, dtype=torch.float32)
-    hidden = torch.empty(boards, cells, _C.sudoku_hidden, dtype=torch.float32)
+    logits = torch.empty(boards, cells, 10, dtype=torch.float32, device="cpu")
+    hidden = torch.empty(boards, cells, _C.sudoku_hidden, dtype=torch.float32, device="cpu")
     _C.sudoku_forward(
         tokens.data_ptr(),
         boards,

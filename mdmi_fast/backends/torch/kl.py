@@ -1,4 +1,8 @@
-"""KL divergence and the reductions over K alternatives, a tile of rows at a time and one alternative after the other."""
+"""KL divergence and the reductions over K alternatives, a tile of rows at a time and one alternative after the other.
+
+Log ratios are held in quarters: that of any two finite logits is finite, also where the ratio itself exceeds the dtype. Scaling
+by 4 is exact, so nothing else is rounded otherwise.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,38 @@ import torch
 from torch import Tensor
 
 from mdmi_fast.backends.torch._tiles import compute_dtype, row_sum, row_tiles
-from mdmi_fast.backends.torch.stats import entropy_grad_rows, entropy_rows, probabilities
+from mdmi_fast.backends.torch.stats import entropy_grad_rows, entropy_rows, probabilities, product
 
 
-def _kl_rows(p_logits: Tensor, q_logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """KL of the rows of one tile [r, V]."""
-    p, log_p = probabilities(p_logits, dtype)
-    _, log_q = probabilities(q_logits, dtype)
+def _quarter_logs(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Softmax and a quarter of log softmax of the rows of one tile [r, V]; undefined rows are NaN throughout."""
+    logits = logits.to(dtype).contiguous() / 4
+    shifted = (logits - logits.amax(-1, keepdim=True)).clamp_min_(torch.finfo(dtype).min / 2)
+    p = (4 * shifted).exp()
+    total = row_sum(p).unsqueeze(-1)
+    return p.div_(total), shifted.sub_(total.log() / 4)
+
+
+def _quarter_kl_rows(p_logits: Tensor, q_logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """A quarter of the KL of the rows of one tile [r, V]."""
+    p, log_p = _quarter_logs(p_logits, dtype)
+    _, log_q = _quarter_logs(q_logits, dtype)
     kl = row_sum(p.mul_(log_p.sub_(log_q))).clamp_min_(0.0)
     escaped = ((q_logits == -torch.inf) & (p_logits != -torch.inf)).any(-1)
     return torch.where(escaped & ~kl.isnan(), torch.inf, kl)
 
 
-def _kl_grad_rows(p_logits: Tensor, q_logits: Tensor, grad: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Gradients of `_kl_rows` times grad [r]; 0 where the value is not finite."""
-    kl = _kl_rows(p_logits, q_logits, dtype).unsqueeze(-1)
-    p, log_p = probabilities(p_logits, dtype)
-    q, log_q = probabilities(q_logits, dtype)
-    finite, g = kl.isfinite(), grad.to(dtype).unsqueeze(-1)
-    d_p = torch.where(finite, g * p * (log_p - log_q - kl), 0.0)
-    d_q = torch.where(finite, g * (q - p), 0.0)
+def _kl_grad_rows(
+    p_logits: Tensor, q_logits: Tensor, weight: Tensor, grad: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Gradients of weight [r] times the KL of rows, times grad [r]; 0 where the value is not finite."""
+    kl = _quarter_kl_rows(p_logits, q_logits, dtype).unsqueeze(-1)
+    p, log_p = _quarter_logs(p_logits, dtype)
+    q, log_q = _quarter_logs(q_logits, dtype)
+    weight, grad = weight.to(dtype).unsqueeze(-1), grad.to(dtype).unsqueeze(-1)
+    finite, g = kl.isfinite() & (4 * product(weight, kl)).isfinite(), product(weight, grad)
+    d_p = torch.where(finite, 4 * product(p * (log_p - log_q - kl), g), 0.0)
+    d_q = torch.where(finite, product(q - p, g), 0.0)
     return d_p, d_q
 
 
@@ -33,7 +49,7 @@ def kl_divergence(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     lead = p_logits.shape[:-1]
     result = torch.empty(lead, dtype=torch.float32, device=p_logits.device)
     for p, q, out in row_tiles(lead, p_logits.shape[-1], p_logits, q_logits, result):
-        out.copy_(_kl_rows(p, q, compute_dtype(p_logits, q_logits)))
+        out.copy_(4 * _quarter_kl_rows(p, q, compute_dtype(p_logits, q_logits)))
     return result
 
 
@@ -43,7 +59,7 @@ def kl_divergence_backward(grad: Tensor, p_logits: Tensor, q_logits: Tensor) -> 
     grad_q = torch.empty(q_logits.shape, dtype=q_logits.dtype, device=q_logits.device)
     tiles = row_tiles(lead, p_logits.shape[-1], p_logits, q_logits, grad, grad_p, grad_q)
     for p, q, g, out_p, out_q in tiles:
-        d_p, d_q = _kl_grad_rows(p, q, g, compute_dtype(p_logits, q_logits))
+        d_p, d_q = _kl_grad_rows(p, q, torch.ones_like(g), g, compute_dtype(p_logits, q_logits))
         out_p.copy_(d_p)
         out_q.copy_(d_q)
     return grad_p, grad_q
@@ -54,18 +70,13 @@ def _rows_first(logits: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return logits.movedim(0, -2), weights.movedim(0, -1)
 
 
-def _silenced(weight: Tensor, term: Tensor) -> Tensor:
-    """Weight * term, in which a weight of 0 gives 0 whatever the term is."""
-    return torch.where(weight == 0, 0.0, weight * term)
-
-
 def expected_entropy(logits: Tensor, weights: Tensor) -> Tensor:
     lead, dtype = logits.shape[1:-1], compute_dtype(logits, weights)
     result = torch.empty(lead, dtype=torch.float32, device=logits.device)
     for x, w, out in row_tiles(lead, logits.shape[-1], *_rows_first(logits, weights), result):
         total = torch.zeros(out.shape, dtype=dtype, device=out.device)
         for k in range(w.shape[-1]):
-            total += _silenced(w[:, k].to(dtype), entropy_rows(x[:, k], dtype))
+            total += product(w[:, k].to(dtype), entropy_rows(x[:, k], dtype))
         out.copy_(total)
     return result
 
@@ -76,7 +87,7 @@ def expected_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> 
     views = (*_rows_first(logits, weights), grad, result.movedim(0, -2))
     for x, w, g, out in row_tiles(lead, logits.shape[-1], *views):
         for k in range(w.shape[-1]):
-            out[:, k] = entropy_grad_rows(x[:, k], _silenced(w[:, k].to(dtype), g.to(dtype)), dtype)
+            out[:, k] = entropy_grad_rows(x[:, k], product(w[:, k].to(dtype), g.to(dtype)), dtype)
     return result
 
 
@@ -86,8 +97,8 @@ def expected_kl(logits: Tensor, weights: Tensor, base_logits: Tensor) -> Tensor:
     for x, w, base, out in row_tiles(lead, logits.shape[-1], *_rows_first(logits, weights), base_logits, result):
         total = torch.zeros(out.shape, dtype=dtype, device=out.device)
         for k in range(w.shape[-1]):
-            total += _silenced(w[:, k].to(dtype), _kl_rows(x[:, k], base, dtype))
-        out.copy_(total)
+            total += product(w[:, k].to(dtype), _quarter_kl_rows(x[:, k], base, dtype))
+        out.copy_(4 * total)
     return result
 
 
@@ -99,7 +110,7 @@ def expected_kl_backward(grad: Tensor, logits: Tensor, weights: Tensor, base_log
     for x, w, base, g, out, out_base in row_tiles(lead, logits.shape[-1], *views):
         total = torch.zeros(base.shape, dtype=dtype, device=base.device)
         for k in range(w.shape[-1]):
-            d_x, d_base = _kl_grad_rows(x[:, k], base, _silenced(w[:, k].to(dtype), g.to(dtype)), dtype)
+            d_x, d_base = _kl_grad_rows(x[:, k], base, w[:, k], g, dtype)
             out[:, k] = d_x
             total += d_base
         out_base.copy_(total)
@@ -110,7 +121,7 @@ def _mixture_rows(logits: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor
     """sum_k w_k softmax(logits_k) of one tile: [r, K, V] and [r, K] to [r, V]."""
     mixture = torch.zeros(logits.shape[0], logits.shape[-1], dtype=dtype, device=logits.device)
     for k in range(weights.shape[-1]):
-        mixture += _silenced(weights[:, k, None].to(dtype), probabilities(logits[:, k], dtype)[0])
+        mixture += product(weights[:, k, None].to(dtype), probabilities(logits[:, k], dtype)[0])
     return mixture
 
 
@@ -134,7 +145,7 @@ def mixture_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> T
         for k in range(w.shape[-1]):
             q, _ = probabilities(x[:, k], dtype)
             d_x = q * (slope - row_sum(q * slope).unsqueeze(-1))
-            d_x = _silenced(w[:, k, None].to(dtype), d_x * g.to(dtype).unsqueeze(-1))
+            d_x = product(d_x, product(w[:, k].to(dtype), g.to(dtype)).unsqueeze(-1))
             out[:, k] = torch.where(undefined, 0.0, d_x)
     return result
 

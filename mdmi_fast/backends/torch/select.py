@@ -121,10 +121,10 @@ def _color_row(m: Array, tau: float) -> npt.NDArray[np.int64]:
 
 
 def _selection(rows: list[tuple[npt.NDArray[np.int64], float]], like: Tensor) -> tuple[Tensor, Tensor]:
-    selected = torch.zeros(like.shape, dtype=torch.bool)
+    selected = torch.zeros(like.shape, dtype=torch.bool, device="cpu")
     for batch, (positions, _) in enumerate(rows):
         selected[batch, torch.from_numpy(positions)] = True
-    spent = torch.tensor([spent for _, spent in rows], dtype=torch.float64)
+    spent = torch.tensor([spent for _, spent in rows], dtype=torch.float64, device="cpu")
     return selected.to(like.device), spent.to(like.device)
 
 
@@ -177,7 +177,7 @@ def select_threshold(
 
 
 def color(mi: Tensor, mask: Tensor | None, tau: float) -> Tensor:
-    groups = torch.full(mi.shape[:2], -1, dtype=torch.int64)
+    groups = torch.full(mi.shape[:2], -1, dtype=torch.int64, device="cpu")
     for batch in range(mi.shape[0]):
         masked = _masked(mask, batch, mi.shape[1])
         group = _color_row(_mi_row("color", mi, batch, masked), tau)

@@ -23,6 +23,11 @@ def probabilities(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return p.div_(total), shifted.sub_(total.log())
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a * b in which 0 times anything is 0: a weight, a probability or a slope of 0 silences inf and NaN."""
+    return torch.where((a == 0) | (b == 0), 0.0, a * b)
+
+
 def entropy_rows(logits: Tensor, dtype: torch.dtype) -> Tensor:
     """Entropy of the rows of one tile [r, V]."""
     p, log_p = probabilities(logits, dtype)
@@ -41,7 +46,7 @@ def entropy_grad_rows(logits: Tensor, grad: Tensor, dtype: torch.dtype) -> Tenso
     """Gradient of `entropy_rows` times grad [r]; 0 in undefined rows."""
     p, log_p = probabilities(logits, dtype)
     h = row_sum(p * log_p).neg_().unsqueeze(-1)
-    return torch.where(h.isnan(), 0.0, p.mul_(log_p.add_(h)).mul_(-grad.to(dtype).unsqueeze(-1)))
+    return torch.where(h.isnan(), 0.0, product(p.mul_(log_p.add_(h)), -grad.to(dtype).unsqueeze(-1)))
 
 
 def entropy_backward(grad: Tensor, logits: Tensor) -> Tensor:
@@ -86,10 +91,10 @@ def token_stats_backward(
         p_top = p.gather(-1, token)
         p_second, second = p.scatter(-1, token, -1.0).max(-1, keepdim=True)
         p_second = p_second.clamp_min(0.0)  # V = 1 has no runner-up
-        slope = g_lse - g_conf * p_top - g_margin * (p_top - p_second)
-        dx = p * slope - p * (log_p + h) * g_h  # p first: it is 0 where log p is the lowest number
-        dx.scatter_add_(-1, token, (g_conf + g_margin) * p_top)
-        dx.scatter_add_(-1, second, -g_margin * p_second)
+        d_top = (-p * p_top).scatter_add_(-1, token, p_top)
+        d_margin = d_top + p * p_second
+        d_margin.scatter_add_(-1, second, -p_second)
+        dx = product(p, g_lse) + product(d_top, g_conf) + product(d_margin, g_margin) - product(p * (log_p + h), g_h)
         out.copy_(torch.where(h.isnan(), 0.0, dx))
     return result
 
@@ -118,11 +123,12 @@ def linear_token_stats(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> S
             new_top = torch.maximum(top, tile_top)
             # a row of nothing but -inf so far keeps sums of 0 instead of -inf - -inf
             base = torch.where(new_top == -torch.inf, 0.0, new_top)
-            shift = torch.where(total == 0, 0.0, top - base)
+            scale = (top - base).exp()
+            shift = (top - base).clamp_min_(torch.finfo(dtype).min)
             logits = (logits - base.unsqueeze(-1)).clamp_min_(torch.finfo(dtype).min)
             p = logits.exp()
-            weighted = shift.exp() * (weighted + shift * total) + row_sum(logits.mul_(p))
-            total = shift.exp() * total + row_sum(p)
+            weighted = product(scale, weighted + product(shift, total)) + row_sum(logits.mul_(p))
+            total = scale * total + row_sum(p)
             top = new_top
         total = torch.where(total == 0, torch.nan, total)
         h.copy_(total.log() - weighted / total)

@@ -187,6 +187,12 @@ def matrix_product(
 
 
 @triton.jit
+def product(a, b):
+    """a * b in which 0 times anything is 0: a weight, a probability or a slope of 0 silences inf and NaN."""
+    return tl.where((a == 0) | (b == 0), 0.0, a * b)
+
+
+@triton.jit
 def above_floor(top):
     """What to subtract before an exponential: top, or 0 where there is nothing but -inf."""
     return tl.where(top == -float("inf"), 0.0, top)

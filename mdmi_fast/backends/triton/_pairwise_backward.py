@@ -269,7 +269,8 @@ def _weight_gradients(network: Network, left: Side, right: Side, scores: _Scores
         net, block_m = network.net(tile, combine), block(h1, _launches.GRADIENT_INPUTS)
         layers = network.layers._replace(b_out=None)
         d_layers = layers._make(
-            None if t is None else torch.empty((n_parts, *t.shape), device=x.device) for t in layers
+            None if t is None else torch.empty((n_parts, *t.shape), dtype=torch.float32, device=x.device)
+            for t in layers
         )
         pointers, sizes = _common_args(left, right, scores, tile)
         _common.launch(

@@ -75,7 +75,7 @@ def _weight_gradient_kernel(
 
 def _output(z: Tensor, w: Tensor) -> Tensor:
     n_rows, d = z.shape
-    f = torch.empty(n_rows, device=z.device)
+    f = torch.empty(n_rows, dtype=torch.float32, device=z.device)
     sizes = {"D": d, "ROWS": _OUTPUT_ROWS, "COLUMNS": _OUTPUT_COLUMNS}
     _common.launch(_output_kernel, triton.cdiv(n_rows, _OUTPUT_ROWS), _TILE, z, w, f, n_rows, **sizes)
     return f
@@ -85,7 +85,7 @@ def _weight_gradient(z: Tensor, dz: Tensor, live: Tensor, precision: str) -> Ten
     """z^T dz of rows z [R, D] and dz [R, N] of one dtype."""
     (n_rows, d), n_out = z.shape, dz.shape[1]
     n_parts = min(_MOST_PARTS, triton.cdiv(n_rows, _GRADIENT_ROWS))
-    dw = torch.empty((n_parts, d, n_out), device=z.device)
+    dw = torch.empty((n_parts, d, n_out), dtype=torch.float32, device=z.device)
     n_tiles = triton.cdiv(d, _GRADIENT_BLOCK) * triton.cdiv(n_out, _GRADIENT_BLOCK)
     sizes = {"D": d, "N_OUT": n_out, "PRECISION": precision, "BLOCK": _GRADIENT_BLOCK, "ROWS": _GRADIENT_ROWS}
     _common.launch(_weight_gradient_kernel, n_tiles * n_parts, _TILE, z, dz, live, dw, n_rows, n_parts, **sizes)

@@ -138,8 +138,14 @@ def load_vector(x_ptr, columns, N: tl.constexpr):
 
 
 @triton.jit
+def _within(z, columns, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Activations z without those of columns behind N: weights of 0 made them, but inf * 0 is NaN."""
+    return z if N % BLOCK == 0 else tl.where((columns < N)[None, :], z, 0.0)
+
+
+@triton.jit
 def first_layer(x, y, left, right, layers, columns, NET: tl.constexpr):
-    """relu(z W + b) [I * J, columns] in float32, of halves x and y. Columns behind H2 are 0: so are their weights and biases."""
+    """relu(z W + b) [I * J, columns] in float32, of halves x and y; columns behind H2 are 0."""
     PRECISION: tl.constexpr = NET.PRECISION
     acc = tl.zeros((left.shape[0] * right.shape[0], columns.shape[0]), tl.float32)
     for start in range(0, NET.H1, NET.BLOCK_K):
@@ -147,7 +153,7 @@ def first_layer(x, y, left, right, layers, columns, NET: tl.constexpr):
         w = load_weights(layers.w1, k, columns, NET.H1, NET.H2)
         z = combined(load_half(x, left, k, NET.H1), load_half(y, right, k, NET.H1), w.dtype, NET.ADD)
         acc = dot(z, w, acc, PRECISION)
-    return relu(acc + load_vector(layers.b1, columns, NET.H2)[None, :])
+    return _within(relu(acc + load_vector(layers.b1, columns, NET.H2)[None, :]), columns, NET.H2, NET.BLOCK_N)
 
 
 @triton.jit
@@ -176,7 +182,7 @@ def _score(x, y, left, right, layers, NET: tl.constexpr):
                 z = first_layer(x, y, left, right, layers, columns, NET)
                 w = load_weights(layers.w2, columns, last, NET.H2, NET.H3)
                 acc = dot(rounded(z, w.dtype), w, acc, PRECISION)
-            z = relu(acc + load_vector(layers.b2, last, NET.H3)[None, :])
+            z = _within(relu(acc + load_vector(layers.b2, last, NET.H3)[None, :]), last, NET.H3, NET.BLOCK_L)
             f += tl.sum(z * load_vector(layers.w_out, last, NET.H3)[None, :], 1)
     f += tl.load(layers.b_out)
     if NET.SOFTPLUS:

@@ -2,6 +2,9 @@
 
 Alternatives are views [outer, inner, K, V] beside rows [outer, inner, V], so one kernel serves `kl_divergence` (K = 1, no
 weights) and `expected_kl`.
+
+Log ratios are held in units of 1 / UNIT: the sum of any number of them over finite logits is finite, also where a ratio exceeds
+float32. Scaling by a power of two is exact, so nothing else is rounded otherwise.
 """
 
 from collections.abc import Iterator
@@ -21,6 +24,7 @@ from mdmi_fast.backends.triton._common import (
     entropy_of,
     load_logits,
     merge_sums,
+    product,
     rounded,
     row_offset,
     row_strides,
@@ -30,6 +34,8 @@ from mdmi_fast.backends.triton._common import (
     torch_dtype,
 )
 from mdmi_fast.backends.triton.stats import entropy_backward
+
+UNIT = tl.constexpr(2.0**-34)
 
 # Sizes and strides that differ from call to call; the others belong to a model and may be compiled in.
 _VARYING = ["n_rows", "n_inner", "n_k", "x_outer", "w_outer", "y_outer", "out_outer", "x_k", "w_k", "out_k"]
@@ -44,12 +50,6 @@ def _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC: tl.const
         offsets = row_offset(row, n_inner, w_outer, w_inner) + k * w_k
         weight = tl.load(w_ptr + offsets, mask=inside, other=0.0).to(ACC)
     return weight
-
-
-@triton.jit
-def _silenced(weight, term):
-    """Weight * term, in which a weight of 0 gives 0 whatever the term is."""
-    return tl.where(weight == 0, 0.0, weight * term)
 
 
 @triton.jit
@@ -92,14 +92,21 @@ def _expected_entropy_kernel(
         k = tl.cast(i, tl.int64)
         _, total, weighted = _entropy_rows(x_ptrs + k * x_k, inside, n_v, x_v, ACC, ROWS, COLUMNS)
         weight = _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC)
-        result += _silenced(weight, entropy_of(total, weighted))
+        result += product(weight, entropy_of(total, weighted))
     tl.store(out_ptr + row, result.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _in_units(x, base, ACC: tl.constexpr):
+    """(x - base) UNIT, in which -inf is a number that no finite logit comes near."""
+    FLOOR: tl.constexpr = -1e300 if tl.float64 == ACC else -1e30
+    return tl.maximum(x * UNIT - base * UNIT, FLOOR)
 
 
 @triton.jit
 def _kl_rows(x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sums over whole rows of p (logits x) and q (logits y): top, total and weighted of p; cross, the sum of
-    exp(x - top_p) ((x - top_p) - (y - top_q)); top and total of q; and whether p > 0 where q = 0.
+    exp(x - top_p) ((x - top_p) - (y - top_q)) in units; top and total of q; and whether p > 0 where q = 0.
     """
     nothing, zero = tl.full((ROWS,), -float("inf"), ACC), tl.zeros((ROWS,), ACC)
     top_p, total_p, weighted, cross, top_q, total_q, escaped = nothing, zero, zero, zero, nothing, zero, zero
@@ -110,16 +117,17 @@ def _kl_rows(x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC: tl.constexpr, ROWS: tl.
         y = load_logits(y_ptrs + columns[None, :] * y_v, within, ACC)
         new_p, new_q = tl.maximum(top_p, tl.max(x, 1)), tl.maximum(top_q, tl.max(y, 1))
         base_p, base_q = above_floor(new_p), above_floor(new_q)
-        shift_p, shift_q = top_p - base_p, top_q - base_q
+        shift_p = top_p - base_p
         scale_p = tl.exp(shift_p)
-        shifted_x, shifted_y = x - base_p[:, None], y - base_q[:, None]
+        shifted_x = x - base_p[:, None]
         e = tl.exp(shifted_x)
-        log_e, moved = tl.maximum(shifted_x, LOWEST), tl.maximum(shift_p, LOWEST)
-        weighted = scale_p * (weighted + moved * total_p) + tl.sum(e * log_e, 1)
-        ratio, shift = log_e - tl.maximum(shifted_y, LOWEST), moved - tl.maximum(shift_q, LOWEST)
+        weighted = scale_p * (weighted + tl.maximum(shift_p, LOWEST) * total_p)
+        weighted += tl.sum(e * tl.maximum(shifted_x, LOWEST), 1)
+        shift = _in_units(top_p, base_p, ACC) - _in_units(top_q, base_q, ACC)
+        ratio = _in_units(x, base_p[:, None], ACC) - _in_units(y, base_q[:, None], ACC)
         cross = scale_p * (cross + shift * total_p) + tl.sum(e * ratio, 1)
         total_p = scale_p * total_p + tl.sum(e, 1)
-        total_q = tl.exp(shift_q) * total_q + tl.sum(tl.exp(shifted_y), 1)
+        total_q = tl.exp(top_q - base_q) * total_q + tl.sum(tl.exp(y - base_q[:, None]), 1)
         infinite = (y == -float("inf")) & (x != -float("inf"))
         escaped = tl.maximum(escaped, tl.max(infinite.to(ACC), 1))
         top_p, top_q = new_p, new_q
@@ -128,8 +136,9 @@ def _kl_rows(x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC: tl.constexpr, ROWS: tl.
 
 @triton.jit
 def _kl_value(total_p, cross, total_q, escaped):
+    """KL in units."""
     total_p, total_q = defined(total_p), defined(total_q)
-    kl = cross / total_p - tl.log(total_p) + tl.log(total_q)
+    kl = cross / total_p - (tl.log(total_p) - tl.log(total_q)) * UNIT
     kl = tl.where(kl < 0, 0.0, kl)
     return tl.where((escaped > 0) & (total_p == total_p) & (total_q == total_q), float("inf"), kl)
 
@@ -169,8 +178,8 @@ def _expected_kl_kernel(
             x_ptrs + k * x_k, y_ptrs, inside, n_v, x_v, y_v, ACC, ROWS, COLUMNS
         )
         weight = _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC)
-        result += _silenced(weight, _kl_value(total_p, cross, total_q, escaped))
-    tl.store(out_ptr + row, result.to(tl.float32), mask=inside)
+        result += product(weight, _kl_value(total_p, cross, total_q, escaped))
+    tl.store(out_ptr + row, (result / UNIT).to(tl.float32), mask=inside)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -218,8 +227,8 @@ def _kl_backward_kernel(
     kl = _kl_value(total_p, cross, total_q, escaped)
     grad = tl.load(grad_ptr + row, mask=inside, other=0.0).to(ACC)
     weight = _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC)
-    finite = kl < float("inf")
-    coefficient = tl.where(finite, _silenced(weight, grad), 0.0)
+    finite = (kl < float("inf")) & (tl.abs(product(weight, kl) / UNIT) < float("inf"))
+    coefficient = tl.where(finite, product(weight, grad), 0.0)
     size = n_rows.to(tl.int64) * n_k
     tl.store(sums_ptr + k * n_rows + row, coefficient, mask=inside)
     tl.store(sums_ptr + size + k * n_rows + row, top_p, mask=inside)
@@ -227,11 +236,11 @@ def _kl_backward_kernel(
     for start in range(0, n_v, COLUMNS):
         columns = start + tl.arange(0, COLUMNS).to(tl.int64)
         within = inside[:, None] & (columns < n_v)[None, :]
-        shifted_x = load_logits(x_ptrs + columns[None, :] * x_v, within, ACC) - top_p[:, None]
-        shifted_y = load_logits(y_ptrs + columns[None, :] * y_v, within, ACC) - top_q[:, None]
-        ratio = tl.maximum(shifted_x, LOWEST) - tl.maximum(shifted_y, LOWEST)
-        dx = (coefficient / total_p)[:, None] * tl.exp(shifted_x) * (ratio - (cross / total_p)[:, None])
-        dx = tl.where(finite[:, None], dx, 0.0)
+        x = load_logits(x_ptrs + columns[None, :] * x_v, within, ACC)
+        y = load_logits(y_ptrs + columns[None, :] * y_v, within, ACC)
+        ratio = _in_units(x, top_p[:, None], ACC) - _in_units(y, top_q[:, None], ACC)
+        slope = tl.exp(x - top_p[:, None]) / total_p[:, None] * (ratio - (cross / total_p)[:, None])
+        dx = tl.where(finite[:, None], product(slope, coefficient[:, None]) / UNIT, 0.0)
         tl.store(dx_ptrs + columns[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=within)
 
 
@@ -275,7 +284,7 @@ def _kl_base_backward_kernel(
             top_p = tl.load(sums_ptr + size + k * n_rows + row, mask=inside, other=0.0)[:, None]
             total_p = tl.load(sums_ptr + 2 * size + k * n_rows + row, mask=inside, other=1.0)[:, None]
             x = load_logits(x_ptrs + k * x_k + columns[None, :] * x_v, within, ACC)
-            dy += _silenced(coefficient, q - tl.exp(x - top_p) / total_p)
+            dy += product(coefficient, q - tl.exp(x - top_p) / total_p)
         tl.store(dy_ptr + row[:, None] * n_v + columns[None, :], rounded(dy, dy_ptr.dtype.element_ty), mask=within)
 
 
@@ -309,7 +318,7 @@ def _norms_kernel(
 @triton.jit
 def _share(weight, x, top, total):
     """What an alternative adds to the mixture on a tile of its logits."""
-    return _silenced(weight[:, None], tl.exp(x - top[:, None]) / defined(total)[:, None])
+    return product(weight[:, None], tl.exp(x - top[:, None]) / defined(total)[:, None])
 
 
 @triton.jit
@@ -413,8 +422,8 @@ def _mixture_stats_kernel(
             x_ptrs + k * x_k, y_ptrs, inside, n_v, x_v, y_v, ACC, ROWS, COLUMNS
         )
         weight = _weight(w_ptr, row, k, inside, n_inner, w_outer, w_inner, w_k, ACC)
-        entropy += _silenced(weight, entropy_of(total, weighted))
-        kl += _silenced(weight, _kl_value(total, cross, total_q, escaped))
+        entropy += product(weight, entropy_of(total, weighted))
+        kl += product(weight, _kl_value(total, cross, total_q, escaped))
         if sums_ptr is None:
             x = load_logits(x_ptrs + k * x_k + columns[None, :] * x_v, within, ACC)
             mixture += _share(weight, x, top, total)
@@ -422,7 +431,7 @@ def _mixture_stats_kernel(
             tl.store(sums_ptr + k * n_rows + row, top, mask=inside)
             tl.store(sums_ptr + (n_k + k) * n_rows + row, total, mask=inside)
     tl.store(entropy_ptr + row, entropy.to(tl.float32), mask=inside)
-    tl.store(kl_ptr + row, kl.to(tl.float32), mask=inside)
+    tl.store(kl_ptr + row, (kl / UNIT).to(tl.float32), mask=inside)
     if sums_ptr is None:
         h = tl.sum(tl.where(within, mixture * _slope(mixture), 0.0), 1)
         tl.store(mixture_ptr + row, h.to(tl.float32), mask=inside)
@@ -482,8 +491,8 @@ def _mixture_backward_kernel(
         within = inside[:, None] & (columns < n_v)[None, :]
         x = load_logits(x_ptrs + columns[None, :] * x_v, within, ACC)
         slope = tl.load(slope_ptrs + columns[None, :], mask=within, other=0.0)
-        dx = (weight * grad / total)[:, None] * tl.exp(x - top[:, None]) * (slope - (mean / total)[:, None])
-        dx = tl.where(counts[:, None], dx, 0.0)
+        slope = tl.exp(x - top[:, None]) / total[:, None] * (slope - (mean / total)[:, None])
+        dx = tl.where(counts[:, None], product(slope, product(weight, grad)[:, None]), 0.0)
         tl.store(dx_ptrs + columns[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=within)
 
 

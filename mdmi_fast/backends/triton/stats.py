@@ -20,6 +20,7 @@ from mdmi_fast.backends.triton._common import (
     matrix_product,
     matrix_tile,
     merge_sums,
+    product,
     rounded,
     row_offset,
     row_strides,
@@ -332,19 +333,19 @@ def _stats_backward_kernel(
         p_top = (1.0 / total)[:, None]
         p_second = (tl.exp(second - top) / total)[:, None]
         g_margin = _load_grad(grad_margin_ptr, row, inside, ACC)
-        g_top = _load_grad(grad_confidence_ptr, row, inside, ACC) + g_margin
-        slope = _load_grad(grad_logsumexp_ptr, row, inside, ACC) - g_top * p_top + g_margin * p_second
+        g_top = _load_grad(grad_confidence_ptr, row, inside, ACC)
+        g_logsumexp = _load_grad(grad_logsumexp_ptr, row, inside, ACC)
     for start in range(first, tl.minimum(first + SPLIT, n_v), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         within = inside[:, None] & (columns < n_v)[None, :]
         x = load_logits(x_ptrs + columns.to(tl.int64)[None, :] * stride_v, within, ACC)
         shifted = x - top[:, None]
         p = tl.exp(shifted) / total[:, None]
-        dx = -g_h * p * tl.maximum(shifted + (h - tl.log(total))[:, None], LOWEST)
+        dx = product(p * tl.maximum(shifted + (h - tl.log(total))[:, None], LOWEST), -g_h)
         if TOP2:
-            dx += p * slope
-            dx += tl.where(columns[None, :] == token[:, None], g_top * p_top, 0.0)
-            dx -= tl.where(columns[None, :] == runner_up[:, None], g_margin * p_second, 0.0)
+            d_top = tl.where(columns[None, :] == token[:, None], p_top, 0.0) - p * p_top
+            d_second = tl.where(columns[None, :] == runner_up[:, None], p_second, 0.0) - p * p_second
+            dx += product(p, g_logsumexp) + product(d_top, g_top) + product(d_top - d_second, g_margin)
         dx = tl.where((h != h)[:, None], 0.0, dx)
         tl.store(dx_ptr + row[:, None] * n_v + columns[None, :], rounded(dx, dx_ptr.dtype.element_ty), mask=within)
 

@@ -199,6 +199,8 @@ def checked_pass(owner: str, stats: Any, hidden: Any, mask: Any) -> tuple[TokenS
         raise TypeError(f"{owner}: stats must be TokenStats, got {type(stats).__name__}")
     fields = {name: _tensor(owner, f"stats.{name}", field) for name, field in stats._asdict().items()}
     for name, field in fields.items():
+        if name != "token":
+            check.floating(owner, f"stats.{name}", field)
         if field.shape != mask.shape:
             raise ValueError(f"{owner}: stats.{name} must be {tuple(mask.shape)} like mask, got {tuple(field.shape)}")
     return TokenStats(**fields), None if hidden is None else _tensor(owner, "hidden", hidden), mask
@@ -258,7 +260,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for name, value in (("start", self.start), ("end", self.end)):
-            if at_least("Schedule", name, value, 0.0) == math.inf:
+            if check.at_least("Schedule", name, value, 0.0) == math.inf:
                 raise ValueError(f"Schedule: {name} must be a finite number, got {value}")
 
     def at(self, mask: Tensor, step: int) -> Tensor:
@@ -269,6 +271,8 @@ class Schedule:
         share = mask.sum(dim=-1).double() / torch.as_tensor(length, device=mask.device).clamp(min=1)
         return self.end + (self.start - self.end) * share
 
+
+_INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
 
 Limit = float | Tensor | Schedule
 """A number; a tensor with one number for each sequence of a decode; or a `Schedule`."""
@@ -282,6 +286,7 @@ def checked_limit(owner: str, name: str, limit: Limit) -> None:
         ValueError: for numbers out of range, or a tensor that does not hold one for each sequence.
     """
     if isinstance(limit, Tensor):
+        check.floating(owner, name, limit.double() if limit.dtype in _INTEGERS else limit)
         if limit.ndim != 1:
             raise ValueError(
                 f"{owner}: {name} must be a float, or a tensor [B] with a number for each sequence, "
@@ -290,7 +295,7 @@ def checked_limit(owner: str, name: str, limit: Limit) -> None:
         if not bool((limit >= 0).all()):
             raise ValueError(f"{owner}: {name} must be numbers of at least 0, one a sequence, got {limit}")
     elif not isinstance(limit, Schedule):
-        at_least(owner, name, limit, 0.0)
+        check.at_least(owner, name, limit, 0.0)
 
 
 def limit_of(limit: Limit, mask: Tensor, step: int) -> float | Tensor:
@@ -307,7 +312,7 @@ def limit_of(limit: Limit, mask: Tensor, step: int) -> float | Tensor:
         if len(limit) != count:
             raise ValueError(f"policy: a limit must hold a number for each of {count} sequences, got {len(limit)}")
         return (limit if sequences is None else limit[sequences.to(limit.device)]).to(mask.device, torch.float64)
-    return limit
+    return float(limit)
 
 
 def random_numbers(step: int, mask: Tensor, *, stream: int, index: Tensor | None = None) -> Tensor:
@@ -382,20 +387,6 @@ def _first_of(order: Tensor, count: Tensor | int) -> Tensor:
     limit = count.unsqueeze(-1) if isinstance(count, Tensor) else count
     taken = torch.arange(order.shape[1], device=order.device) < limit
     return torch.zeros(order.shape, dtype=torch.bool, device=order.device).scatter_(-1, order, taken.expand_as(order))
-
-
-def at_least(owner: str, name: str, value: float, low: float) -> float:
-    """The value, if it is a number not below `low` (infinity allowed).
-
-    Raises:
-        TypeError: for what is no number, naming the policy and the argument like the rest.
-        ValueError: for NaN, or less.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{owner}: {name} must be a number, got {check.describe(value)}")
-    if not value >= low:
-        raise ValueError(f"{owner}: {name} must be at least {low}, got {value}")
-    return value
 
 
 def nothing_spent(selected: Tensor) -> Selection:

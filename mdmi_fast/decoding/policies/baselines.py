@@ -11,7 +11,6 @@ from mdmi_fast import checks as check
 from mdmi_fast.decoding.policies.base import (
     Limit,
     Rule,
-    at_least,
     checked_limit,
     limit_of,
     longest_prefix,
@@ -78,10 +77,10 @@ class Confidence(Rule):
     threshold: float
 
     def __post_init__(self) -> None:
-        at_least("Confidence", "threshold", self.threshold, 0.0)
+        check.at_least("Confidence", "threshold", self.threshold, 0.0)
 
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
-        sure = (stats.confidence >= self.threshold) & mask
+        sure = (stats.confidence >= float(self.threshold)) & mask
         return nothing_spent(sure | take_lowest(-stats.confidence, mask, 1))
 
 
@@ -98,12 +97,12 @@ class ConfidenceFactor(Rule):
     factor: float
 
     def __post_init__(self) -> None:
-        at_least("ConfidenceFactor", "factor", self.factor, 0.0)
+        check.at_least("ConfidenceFactor", "factor", self.factor, 0.0)
 
     def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
         doubt = (1.0 - stats.confidence.double()).masked_fill(~mask, torch.inf).sort(dim=-1).values
         following = torch.arange(2, mask.shape[1] + 2, device=mask.device)
-        count = (following * doubt < self.factor).sum(dim=-1).clamp(min=1).minimum(mask.sum(dim=-1))
+        count = (following * doubt < float(self.factor)).sum(dim=-1).clamp(min=1).minimum(mask.sum(dim=-1))
         return nothing_spent(take_lowest(-stats.confidence, mask, count))
 
 

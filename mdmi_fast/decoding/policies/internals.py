@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mdmi_fast import checks as check
 from mdmi_fast import ops
-from mdmi_fast.decoding.policies.base import Memory, Rule, at_least, nothing_spent, take_lowest
+from mdmi_fast.decoding.policies.base import Memory, Rule, nothing_spent, take_lowest
 from mdmi_fast.ops import Selection, TokenStats
 
 
@@ -31,8 +31,8 @@ class Stability(Rule):
     confidence: float = 0.9
 
     def __post_init__(self) -> None:
-        at_least("Stability", "kl", self.kl, 0.0)
-        at_least("Stability", "confidence", self.confidence, 0.0)
+        check.at_least("Stability", "kl", self.kl, 0.0)
+        check.at_least("Stability", "confidence", self.confidence, 0.0)
 
     @property
     def reads_stats_only(self) -> bool:
@@ -47,9 +47,9 @@ class Stability(Rule):
             )
         settled = torch.zeros_like(mask)
         if self in memory:
-            settled = ops.kl_divergence(logits, *memory[self]) <= self.kl
+            settled = ops.kl_divergence(logits, *memory[self]) <= float(self.kl)
         memory[self] = (logits.clone(),)  # a model may write its next answer into the same memory
-        sure = settled & (stats.confidence >= self.confidence) & mask
+        sure = settled & (stats.confidence >= float(self.confidence)) & mask
         return nothing_spent(sure | take_lowest(-stats.confidence, mask, 1))
 
 
@@ -73,7 +73,7 @@ class AttentionGraph(Rule):
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        at_least("AttentionGraph", "tau", self.tau, 0.0)
+        check.at_least("AttentionGraph", "tau", self.tau, 0.0)
         if self.limit is not None:
             check.whole("AttentionGraph", "limit", self.limit, 1)
 
@@ -96,6 +96,6 @@ class AttentionGraph(Rule):
         weight = (attention + attention.transpose(-1, -2)) / 2
         pairs = mask.unsqueeze(-1) & mask.unsqueeze(-2)
         pairs.diagonal(dim1=-2, dim2=-1).fill_(False)
-        degree = ((weight >= self.tau) & pairs).sum(dim=-1)
+        degree = ((weight >= float(self.tau)) & pairs).sum(dim=-1)
         rank = -degree * stats.confidence
         return ops.select_threshold(rank, weight, tau=self.tau, mask=mask, limit=self.limit)

@@ -18,7 +18,6 @@ from mdmi_fast.decoding.policies.base import (
     Memory,
     Rule,
     Step,
-    at_least,
     checked_limit,
     limit_of,
     nothing_spent,
@@ -77,7 +76,7 @@ class Probing:
 
     def __post_init__(self) -> None:
         check.one_of("Probing", "form", self.form, FORMS)
-        at_least("Probing", "epsilon", self.epsilon, 0.0)
+        check.at_least("Probing", "epsilon", self.epsilon, 0.0)
         check.whole("Probing", "batch_size", self.batch_size, 1)
 
     def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
@@ -148,7 +147,7 @@ class Within:
     needs_step: ClassVar[Literal[True]] = True
 
     def __init__(self, source: MISource, seconds: float) -> None:
-        self.source, self.seconds = source, at_least("Within", "seconds", seconds, 0.0)
+        self.source, self.seconds = source, check.at_least("Within", "seconds", seconds, 0.0)
         self._seconds_a_pair = 0.0
 
     def __repr__(self) -> str:
@@ -318,7 +317,7 @@ class MIBudget(_PairRule):
         if self.entropy_weight == 0:
             return several
         # The first is free to exceed the budget; a second has to fit by its own entropy.
-        own = self.entropy_weight * stats.entropy.double().masked_fill(~mask, torch.inf)
+        own = float(self.entropy_weight) * stats.entropy.double().masked_fill(~mask, torch.inf)
         first, second = own.topk(2, dim=-1, largest=False).values.unbind(dim=-1)
         return several & (second <= limit_of(self.gamma, mask, step) - first)
 
@@ -396,7 +395,7 @@ class Coloring(Rule):
     replan: int | None = None
 
     def __post_init__(self) -> None:
-        at_least("Coloring", "tau", self.tau, 0.0)
+        check.at_least("Coloring", "tau", self.tau, 0.0)
         if self.replan is not None:
             check.whole("Coloring", "replan", self.replan, 1)
 

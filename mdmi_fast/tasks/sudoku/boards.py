@@ -36,7 +36,7 @@ _ATTEMPTS = 1024  # boards tried at once: part of what a seed means, so changing
 
 def rule_matrix() -> torch.Tensor:
     """[81, 81] bool: True where two cells share a row, a column or a box."""
-    shared = torch.zeros(81, 81, dtype=torch.bool)
+    shared = torch.zeros(81, 81, dtype=torch.bool, device="cpu")
     return shared.scatter_(1, torch.from_numpy(PEERS), True)
 
 

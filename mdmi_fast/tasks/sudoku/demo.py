@@ -123,14 +123,14 @@ def make_task(name: str, boards: int, *, split: Split = "test") -> Task:
         ValueError: for an unknown name, or more puzzles than ship.
     """
     seed = {"test": 1, "validation": 2}[split]
-    seeds = torch.arange(boards) + seed * 1_000_003
+    seeds = torch.arange(boards, device="cpu") + seed * 1_000_003
     if name == "solve":
         givens = torch.from_numpy((test_puzzles() if split == "test" else validation_puzzles()).givens).long()
         if boards > len(givens):
             raise ValueError(f"make_task: {len(givens)} {split} puzzles ship, got boards={boards}")
         return Task(name, givens[:boards], 0.0, seeds)
     if name == "generate":
-        return Task(name, torch.full((boards, CELLS), MASK_TOKEN), 1.0, seeds)
+        return Task(name, torch.full((boards, CELLS), MASK_TOKEN, device="cpu"), 1.0, seeds)
     if name == "complete":
         full = random_boards(boards, seed=seed + 70)
         return Task(name, torch.from_numpy(random_clues(full, CLUES, seed=seed + 80)).long(), 1.0, seeds)

@@ -41,7 +41,7 @@ _CHUNK = 32
 @cache
 def position_codes() -> torch.Tensor:
     """[81, 27] float32: one-hot row, column and box of every cell."""
-    cell = torch.arange(CELLS)
+    cell = torch.arange(CELLS, device="cpu")  # the answer is kept for all devices
     row, column = cell // 9, cell % 9
     return torch.cat([F.one_hot(unit, 9) for unit in (row, column, 3 * (row // 3) + column // 3)], dim=1).float()
 
@@ -242,7 +242,7 @@ def load_model(strength: str = "strong") -> SudokuModel:
         raise ValueError(f"sudoku: the shipped models are {', '.join(ITERATIONS)}, got {strength!r}")
     model = SudokuModel(ITERATIONS[strength])
     weights = files(__package__) / "weights" / f"network_{strength}.safetensors"
-    model.load_state_dict(load_tensors(weights.read_bytes()))
+    model.load_state_dict(load_tensors(weights.read_bytes()), assign=True)  # on the CPU, in float32
     return model.eval()
 
 

@@ -45,7 +45,7 @@ def decoding_states(model: MaskedModel, count: int, *, seed: int, mi: MISource |
         start = truth.where(rank < clues.unsqueeze(-1), MASK_TOKEN)
         order = torch.from_numpy(random.random(size))
         seeds = torch.from_numpy(random.integers(0, 2**62, size))
-        by_budget = order < 0.5 if mi is not None else torch.zeros(size, dtype=torch.bool)
+        by_budget = order < 0.5 if mi is not None else torch.zeros(size, dtype=torch.bool, device="cpu")
         policies: list[tuple[Tensor, Policy]] = [
             (~by_budget & (order < 0.75), Random(1)),
             (~by_budget & (order >= 0.75), Sequential()),
@@ -71,7 +71,7 @@ def _fill(model: MaskedModel, tokens: Tensor, goal: Tensor, policy: Policy, seed
         output, mask = model(state), state == MASK_TOKEN
         step = Step(index, model=model, tokens=state, seeds=seeds[active])
         chosen = policy.select(token_stats(output.logits), output.hidden, mask, step).selected
-        luck = uniform(seeds[active], index, 0, torch.arange(CELLS))
+        luck = uniform(seeds[active], index, 0, torch.arange(CELLS, device=tokens.device))
         state[chosen] = sample(output.logits[chosen], luck[chosen], 1.0)
         tokens[active] = state
     return tokens
