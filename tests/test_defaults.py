@@ -146,7 +146,7 @@ def test_ops_answer_on_the_device_and_in_the_dtype_of_their_inputs(default: str,
         for gamma in (1.0, torch.tensor([1.0, 2.0])):
             same_under(default, lambda call=call, gamma=gamma: call(on, gamma))
     prepared = ops.prepare_pairwise(*NETWORK, backend=backend)
-    same_under(default, lambda: ops.prepare_pairwise(*NETWORK, backend=backend).scalar)
+    same_under(default, lambda: ops.prepare_pairwise(*NETWORK, backend=backend).network.b_out)
     same_under(default, lambda: ops.pairwise_mlp(U, U, *NETWORK, prepared=prepared))
     same_under(default, lambda: ops.pairwise_mlp(U.double(), U, *NETWORK, precision="bf16"))
 
