@@ -50,12 +50,28 @@ def identity(model: object) -> dict[str, Any]:
     return {**describe_model(model), "layer": layer_of(model)}
 
 
+def differences(kept: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """The keys by which two descriptions are of different models.
+
+    How long a sequence may be is told, but no difference: it says nothing of the answer to one that both can read.
+    """
+    return [key for key in {**kept, **here} if key != "max_length" and kept.get(key) != here.get(key)]
+
+
+def modules_of(model: object) -> list[torch.nn.Module]:
+    """The model itself where it is a module, else the modules among its attributes."""
+    if isinstance(model, torch.nn.Module):
+        return [model]
+    return [value for value in getattr(model, "__dict__", {}).values() if isinstance(value, torch.nn.Module)]
+
+
 def tensors_of(model: object) -> dict[str, Tensor]:
     """The tensors that a model answers with: a module's parameters and buffers, or the attributes of another object."""
     if isinstance(model, torch.nn.Module):
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    found = {name: value for name, value in vars(model).items() if isinstance(value, Tensor)}
-    for name, value in vars(model).items():
+    attributes = getattr(model, "__dict__", {})
+    found = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
+    for name, value in attributes.items():
         if isinstance(value, torch.nn.Module):
             found.update({f"{name}.{inner}": tensor for inner, tensor in tensors_of(value).items()})
     return found
