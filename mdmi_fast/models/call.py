@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast.models.base import MaskedModel, MaskedOutput, PaddedModel
-from mdmi_fast.models.identity import modules_of, tensors_of
+from mdmi_fast.models.identity import check_loaded, modules_of
 from mdmi_fast.ops import _checks as check
 
 
@@ -26,6 +26,11 @@ def check_model(owner: str, model: Any) -> None:
         TypeError: if it cannot be called or lacks an attribute of `MaskedModel`.
         ValueError: if weights are on the device "meta".
     """
+    _check_protocol(owner, model)
+    check_loaded(f"{owner}: {type(model).__name__}", model)
+
+
+def _check_protocol(owner: str, model: Any) -> None:
     if isinstance(model, type) or not callable(model):
         raise TypeError(f"{owner}: model must be an object that can be called, got {model!r}")
     name = type(model).__name__
@@ -35,14 +40,6 @@ def check_model(owner: str, model: Any) -> None:
             raise TypeError(f"{owner}: model must have an integer {attribute}, got {value!r} of {name}")
         if operator.index(value) < 0:
             raise ValueError(f"{owner}: {attribute} of {name} must be at least 0, got {value}")
-    check_loaded(f"{owner}: {name}", model)
-
-
-def check_loaded(owner: str, model: object) -> None:
-    """Refuse a network whose weights are on the device "meta", which holds none."""
-    empty = next((name for name, tensor in tensors_of(model).items() if tensor.is_meta), None)
-    if empty is not None:
-        raise ValueError(f"{owner}: weights must be loaded, got {empty} on the device meta, which holds no numbers")
 
 
 def check_tokens(owner: str, tokens: Any, attention_mask: Any = None) -> None:
@@ -124,9 +121,10 @@ def call_model(owner: str, model: MaskedModel, tokens: Tensor, attention_mask: T
         attention_mask: [B, N] bool, False at padding; None is not handed on.
 
     Raises:
-        TypeError: if the answer does not have floating tensors `logits` and `hidden`.
+        TypeError: if the model is none, or its answer does not have floating tensors `logits` and `hidden`.
         ValueError: if they are not [B, N, vocab_size] and [B, N, hidden_size] on the device of the tokens.
     """
+    _check_protocol(owner, model)
     with evaluating(model):
         output = model(tokens) if attention_mask is None else model(tokens, attention_mask)
     _check_field(owner, model, output, "logits", tokens, model.vocab_size)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdmi_fast.models.call import check_loaded, evaluating
+from mdmi_fast.models.call import evaluating
+from mdmi_fast.models.identity import check_loaded
 from mdmi_fast.models.limits import length_limit
 from mdmi_fast.models.sequences import SequenceModel, check_layers, nameless
 

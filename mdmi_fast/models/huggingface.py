@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from mdmi_fast import ops
 from mdmi_fast.models.base import AttentiveOutput, MaskedOutput
-from mdmi_fast.models.call import check_flag, check_loaded, evaluating
+from mdmi_fast.models.call import check_flag, evaluating
+from mdmi_fast.models.identity import check_loaded
 from mdmi_fast.models.limits import length_limit
 from mdmi_fast.models.sequences import SequenceModel, check_layers, nameless
 from mdmi_fast.ops import _checks as check

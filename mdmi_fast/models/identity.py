@@ -18,6 +18,9 @@ def describe_model(model: object) -> dict[str, Any]:
     Returns:
         As JSON can hold it.
 
+    Raises:
+        ValueError: if its weights were never loaded.
+
     Example:
         >>> import torch
         >>> from mdmi_fast.models.exact import JointTable
@@ -27,6 +30,7 @@ def describe_model(model: object) -> dict[str, Any]:
         >>> describe_model(JointTable(coins)) == describe_model(JointTable(loaded))
         False
     """
+    check_loaded(type(model).__name__, model)
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors_of(model).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -37,6 +41,13 @@ def describe_model(model: object) -> dict[str, Any]:
         if type(value) in (bool, int, float, str) and name[0] != "_" and name != "training"
     }
     return {"class": type(model).__qualname__, **dict(sorted(plain.items())), "weights": digest.hexdigest()}
+
+
+def check_loaded(owner: str, model: object) -> None:
+    """Refuse a network whose weights are on the device "meta", which holds none."""
+    empty = next((name for name, tensor in tensors_of(model).items() if tensor.is_meta), None)
+    if empty is not None:
+        raise ValueError(f"{owner}: weights must be loaded, got {empty} on the device meta, which holds no numbers")
 
 
 def layer_of(model: object) -> Any:
@@ -51,11 +62,17 @@ def identity(model: object) -> dict[str, Any]:
 
 
 def differences(kept: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """The keys by which two descriptions are of different models.
+    """The keys by which two descriptions, also such that hold descriptions of models, differ.
 
-    How long a sequence may be is told, but no difference: it says nothing of the answer to one that both can read.
+    How long a sequence may be is told, but makes no other model: it says nothing of what both can read.
     """
-    return [key for key in {**kept, **here} if key != "max_length" and kept.get(key) != here.get(key)]
+
+    def differ(one: Any, other: Any) -> bool:
+        if isinstance(one, dict) and isinstance(other, dict):
+            return bool(differences(one, other))
+        return bool(one != other)
+
+    return [key for key in {**kept, **here} if key != "max_length" and differ(kept.get(key), here.get(key))]
 
 
 def modules_of(model: object) -> list[torch.nn.Module]:
