@@ -18,7 +18,8 @@ from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.files import replace_file
 from mdmi_fast.labels import Form, label_mi, masked_pairs
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.call import call_model, check_tokens, visible_positions
+from mdmi_fast.models.call import call_model, visible_positions
+from mdmi_fast.ops import _checks as check
 
 _ARRAYS = ("mi", "entropy", "tokens", "mask")
 
@@ -133,8 +134,9 @@ def mi_map(
     elif mask.shape != tokens.shape or mask.dtype != torch.bool:
         raise ValueError(f"mi_map: mask must be {tuple(tokens.shape)} bool, got {tuple(mask.shape)} {mask.dtype}")
     if attention_mask is not None:
+        check.of_kind("mi_map", "attention_mask", attention_mask, torch.bool)
+        check.shape("mi_map", "attention_mask", attention_mask, tokens.shape, "[N]")
         attention_mask = attention_mask.unsqueeze(0)
-    check_tokens("mi_map", tokens.unsqueeze(0), attention_mask)
     shown = visible_positions(model, tokens.unsqueeze(0), attention_mask)
     attention_mask = None if shown is None else shown[0]
     mask = mask if attention_mask is None else mask & attention_mask

@@ -75,5 +75,5 @@ class PermittingModel(Protocol):
     never: Iterable[int]
 
     def permitting(self, tokens: Iterable[int]) -> MaskedModel:
-        """The same model, of the same weights, whose logits of these tokens are the network's own."""
+        """The same model, of the same weights, whose logits of these tokens are the network's own: not in its `never`."""
         ...
