@@ -417,6 +417,10 @@ def _check_numbers(temperature: float, top_p: float, remask_below: float) -> Non
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"decode: {name} must be a number, got {check.describe(value)}")
+        try:
+            float(value)
+        except OverflowError:
+            raise ValueError(f"decode: {name} must be a number that float64 can hold") from None
     if not 0 <= temperature < torch.inf:
         raise ValueError(f"decode: temperature must be a finite number >= 0, got {temperature}")
     if not 0 < top_p <= 1:

@@ -263,11 +263,14 @@ def probe_mi(
     tokens = tokens.masked_fill(mask, mask_token)
     wanted = masked_pairs(mask)
     if window is not None:
+        window = min(window, tokens.shape[1])
         place = torch.arange(tokens.shape[1], device=tokens.device)
         wanted &= (place.unsqueeze(-1) - place).abs() <= window
     if pairs is not None:
         wanted &= pairs
-    settings = _Settings(tuple(form for form in FORMS if form in forms), epsilon, directions, samples, seed, window)
+    # No position has more values than the vocabulary: from there on nothing is ever drawn.
+    draws = None if samples is None else min(samples, forward.model.vocab_size)
+    settings = _Settings(tuple(form for form in FORMS if form in forms), epsilon, directions, draws, seed, window)
     parts: list[Probe] = []
     done = 0
     while done < len(tokens) or not parts:

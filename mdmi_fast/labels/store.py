@@ -358,7 +358,7 @@ def _pair_index(positions: Tensor, window: int | None) -> Tensor:
     """Pairs [Q, 2] of masked positions i < j, at most `window` apart: the order in which a shard holds them."""
     first, second = torch.triu_indices(len(positions), len(positions), offset=1)
     pairs = torch.stack([positions[first], positions[second]], dim=1)
-    return pairs if window is None else pairs[pairs[:, 1] - pairs[:, 0] <= window]
+    return pairs if window is None else pairs[pairs[:, 1] - pairs[:, 0] <= min(window, torch.iinfo(pairs.dtype).max)]
 
 
 def _unpack(tokens: Tensor, probe: Probe, *, hidden: bool, window: int | None) -> list[LabelledState]:

@@ -130,10 +130,11 @@ class HuggingFaceModel(SequenceModel):
         """As of every `SequenceModel`; an `AttentiveOutput` where attention was asked for."""
         if not self._attentive:
             return super().forward(tokens, attention_mask)
+        visible = self._checked(tokens, attention_mask)
         length = tokens.shape[-1]
 
-        def answer(part: Tensor, visible: Tensor | None) -> tuple[Tensor, ...]:
-            output = self._output(part, visible, output_attentions=True)
+        def answer(part: Tensor, shown: Tensor | None) -> tuple[Tensor, ...]:
+            output = self._output(part, shown, output_attentions=True)
             weights = _kept(output.attentions)
             attention = torch.stack(weights[len(weights) // 2 :]).mean(dim=(0, 2))
             logits = self._aligned(output.logits).index_fill(-1, self.never, -torch.inf)
@@ -141,7 +142,6 @@ class HuggingFaceModel(SequenceModel):
 
         logits, hidden, attention = self._put_together(answer, tokens, attention_mask)
         # Columns count from the first visible position of a sequence.
-        visible = self._checked(tokens, attention_mask)
         column = (visible.cumsum(dim=1) - 1).clamp(min=0).unsqueeze(1).expand(-1, length, -1)
         attention = attention.gather(-1, column).masked_fill(~visible.unsqueeze(1), 0.0)
         return AttentiveOutput(logits, hidden, attention)

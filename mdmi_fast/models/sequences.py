@@ -137,9 +137,8 @@ class SequenceModel(nn.Module):
         attention_mask: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Call `answer` on sequences without padding around them; put its tensors together to [B, N, ...]."""
-        asked = tokens.device
         visible = self._checked(tokens, attention_mask).to(self.never.device)
-        tokens = tokens.to(self.never.device)
+        asked, tokens = tokens.device, tokens.to(self.never.device)
         lengths = visible.sum(dim=1)
         first = visible.int().argmax(dim=1)
         fields: tuple[Tensor, ...] = ()
