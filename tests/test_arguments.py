@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mdmi_fast.decode.policies import AttentionGraph, Coloring, ConfidenceBudget, ConfidenceFactor, Stability
 from torch import Tensor
 
 import mdmi_fast
@@ -27,6 +26,7 @@ from mdmi_fast import (
     TopK,
     ops,
 )
+from mdmi_fast.decoding.policies import AttentionGraph, Coloring, ConfidenceBudget, ConfidenceFactor, Stability
 
 X, BASE, W = torch.rand(3, 2, 4), torch.rand(2, 4), torch.rand(3, 2)
 H, MI, BAND, U = torch.rand(2), torch.rand(2, 2), torch.rand(2, 3), torch.rand(2, 4)

@@ -324,7 +324,7 @@ def test_suppressed_and_allowed_tokens_hold_at_their_positions() -> None:
     for shape in ((2, 3, 5), (4, 5), (1, 1, 4), (1, 40, 3, 5)):
         with pytest.raises(ValueError, match=r"allowed must broadcast to \[B, N, V\] = \(40, 3, 5\)"):
             decode(model, tokens, All(), allowed=torch.ones(shape, dtype=torch.bool))
-    with pytest.raises(ValueError, match="sequence 0, position 1 give no distribution"):
+    with pytest.raises(ValueError, match=r"must leave a token to write at sequence 0, position 1, got \[\]$"):
         decode(model, tokens, All(), allowed=sets & torch.tensor([[True], [False], [True]]))
     with pytest.raises(ValueError, match=r"suppressed must be tokens in 0\.\.4, got 5"):
         decode(model, tokens, All(), suppressed=[5])

@@ -11,21 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from mdmi_fast.decode.audit import audit_position
-from mdmi_fast.decode.cache import Cache, CachedMI, CachedPolicy, MemoryStore
-from mdmi_fast.decode.guard import Guard, pseudo_likelihood
-from mdmi_fast.decode.policies import (
-    AttentionGraph,
-    Coloring,
-    ConfidenceBudget,
-    ConfidenceFactor,
-    Memory,
-    Schedule,
-    Shuffled,
-    Stability,
-    Step,
-)
-from mdmi_fast.decode.tune import Target, accuracy, tune
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -50,6 +35,19 @@ from mdmi_fast import (
     reference,
     train_estimator,
 )
+from mdmi_fast.cache import Cache, CachedMI, CachedPolicy, MemoryStore
+from mdmi_fast.decoding.calibrate import Target, accuracy, tune
+from mdmi_fast.decoding.policies import (
+    AttentionGraph,
+    Coloring,
+    ConfidenceBudget,
+    ConfidenceFactor,
+    Memory,
+    Schedule,
+    Shuffled,
+    Stability,
+    Step,
+)
 from mdmi_fast.estimator.splits import adversarial_states, shifted_states
 from mdmi_fast.labels import LabelSet, read_labels, write_labels
 from mdmi_fast.labels.masking import FixedShare, Trajectory
@@ -57,6 +55,8 @@ from mdmi_fast.maps import compare_structure, find_surprises
 from mdmi_fast.models.exact import JointTable
 from mdmi_fast.tasks.sudoku.boards import rule_matrix
 from mdmi_fast.tasks.sudoku.states import decoding_states
+from mdmi_fast.watch.audit import audit_position
+from mdmi_fast.watch.guard import Guard, pseudo_likelihood
 
 
 @contextlib.contextmanager
@@ -324,7 +324,7 @@ FACTORIES = OF_DEFAULT_DTYPE | {
         "triu_indices",
     )
 }
-ROOMS = ("decode", "eager", "estimator", "kernels", "labels", "maps", "monitor", "native", "ops", "reference")
+ROOMS = ("backends", "cache", "decoding", "estimator", "labels", "maps", "ops", "reference", "watch")
 
 
 def left_to_defaults(path: Path) -> Iterator[str]:

@@ -42,7 +42,7 @@ CONFIGURATIONS = {
     "distilbert": lambda: transformers.DistilBertConfig(
         vocab_size=V, dim=32, n_layers=3, n_heads=4, hidden_dim=48, **SPECIAL
     ),
-    "esmc": lambda: transformers.EsmcConfig(**SIZES, **SPECIAL),
+    "esmc": lambda: transformers.EsmcConfig(**SIZES, **SPECIAL, bos_token_id=START, eos_token_id=END),
 }
 
 

@@ -403,11 +403,16 @@ def test_a_trajectory_draws_from_the_model() -> None:
 
 
 def test_a_trajectory_never_draws_the_mask_token() -> None:
-    class Masked(JointTable):
+    class Masked:
         """Likes the mask token, which is one of its vocabulary, better than anything else."""
 
+        def __init__(self, joint: Tensor) -> None:
+            self.table = JointTable(joint)
+            self.mask_token_id, self.hidden_size = self.table.mask_token_id, self.table.hidden_size
+            self.vocab_size = self.table.vocab_size + 1
+
         def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
-            logits, hidden = super().__call__(tokens, attention_mask)
+            logits, hidden = self.table(tokens, attention_mask)
             return MaskedOutput(torch.nn.functional.pad(logits, (0, 1), value=10.0), hidden)
 
     for order in ("entropy", "random"):

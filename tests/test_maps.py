@@ -90,7 +90,8 @@ def test_an_estimator_predicts_the_map_in_one_pass() -> None:
         calls += 1
         return model(tokens)
 
-    counted.mask_token_id = model.mask_token_id  # type: ignore[attr-defined]
+    for name in ("mask_token_id", "vocab_size", "hidden_size"):
+        setattr(counted, name, getattr(model, name))
     predicted = torch.tensor([[0.0, 0.3, 0.0, 0.1]] * 4)
 
     def estimator(hidden: Tensor, mask: Tensor) -> Tensor:

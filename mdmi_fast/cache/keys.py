@@ -25,6 +25,7 @@ class Keys:
         # Of a network whose logits are shifted or not, the weights are the same.
         model_text = f"{identity(model)} {getattr(model, 'shift', None)}"
         self._what = f"{__version__} {kind} {model_text} {describe(settings)}"
+        self._never = _never(model)
 
     def __call__(self, mask: Tensor, step: int, hidden: Tensor | None, stats: TokenStats | None) -> list[str]:
         tokens, visible = getattr(step, "tokens", None), getattr(step, "attention_mask", None)
@@ -33,7 +34,11 @@ class Keys:
         if hidden is None:
             raise ValueError("cache: hidden must be [B, N, D], got None")
         # A processor and an accelerator, or two precisions, round differently.
-        head = hashlib.blake2b(f"{self._what} {hidden.dtype} {hidden.device.type}".encode(), digest_size=20)
+        what = f"{self._what} {hidden.dtype} {hidden.device.type}"
+        # What is decoded may write stop tokens that the model never writes by itself.
+        permitted = self._never - _never(step.model)
+        what += f" permitting {sorted(permitted)}" if step.model is not None and permitted else ""
+        head = hashlib.blake2b(what.encode(), digest_size=20)
         visible = torch.ones_like(mask) if visible is None else visible
         read = () if stats is None else (stats.entropy, stats.confidence, stats.margin)
         marginals = (field.masked_fill(~mask, 0.0) for field in read)
@@ -45,6 +50,10 @@ class Keys:
                 key.update(part.tobytes())
             keys.append(key.hexdigest())
         return keys
+
+
+def _never(model: MaskedModel | None) -> set[int]:
+    return {int(token) for token in getattr(model, "never", ())}
 
 
 def describe(value: object) -> str:

@@ -48,7 +48,10 @@ MODEL_HELP = (
     "a model by name: sudoku, sapiens:heavy, hf:FOLDER ... (mdmi-fast models list); options may follow: "
     "'hf:FOLDER?dtype=bfloat16&layers=-1,-2'"
 )
-DATA_HELP = 'a file, or - for standard input: a JSON object {"tokens": [...]} a line, or puzzles for sudoku models'
+DATA_HELP = (
+    'a file, or - for standard input: a JSON object {"tokens": [...]} a line, with "attention_mask": [...] of 0 at '
+    "padding where padding is, or puzzles for sudoku models"
+)
 _OF_TRANSFORMERS = ("hf", "sapiens", "antiberty", "text")
 FORM_NAMES = ("joint", "entropy", "kl")
 

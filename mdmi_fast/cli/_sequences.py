@@ -31,6 +31,12 @@ class TokenSequence(NamedTuple):
     tokens: list[int]
     record: dict[str, Any]
 
+    @property
+    def attention_mask(self) -> list[bool] | None:
+        """Which positions are not padding, where the record says so."""
+        given = self.record.get("attention_mask")
+        return None if given is None else [bool(shown) for shown in given]
+
 
 class Decoded(NamedTuple):
     """A decoded sequence and its passes; `trace` has one record a pass where it was asked for."""
@@ -187,8 +193,25 @@ def _read_record(line: str, model: MaskedModel) -> TokenSequence:
                 f"token {token} at position {position} is neither in 0..{model.vocab_size - 1} nor the mask token "
                 f"{model.mask_token_id}"
             )
+    _check_attention_mask(record.get("attention_mask"), length=len(tokens))
     _check_item(record.get("options", {}), length=len(tokens), vocab_size=model.vocab_size)
     return TokenSequence(tokens, record)
+
+
+def _check_attention_mask(given: Any, *, length: int) -> None:
+    """Refuse a mask of a record that no sequence of that length can have; None is none.
+
+    Raises:
+        ValueError: saying why.
+    """
+    if given is None:
+        return
+    if not isinstance(given, list) or not all(type(shown) in (int, bool) and shown in (0, 1) for shown in given):
+        raise ValueError('"attention_mask" must be a list of 0 (padding) and 1, or of false and true')
+    if len(given) != length:
+        raise ValueError(f'"attention_mask" must be as long as "tokens", {length}, got {len(given)}')
+    if "0" in "".join("1" if shown else "0" for shown in given).strip("0") or not any(given):
+        raise ValueError('"attention_mask" must hide positions at the ends only, and not all of them')
 
 
 def are_tokens(value: Any) -> TypeGuard[list[int]]:
@@ -250,7 +273,7 @@ def decode_all(
     """Decode sequences of any lengths, in their order. A result depends on the sequence, its number and the seed only.
 
     Sequences of one length and the same options are decoded together, out of the next 8 * batch_size ones: nothing
-    needs padding.
+    needs padding but what a record says of itself.
 
     Args:
         model: decodes.
@@ -277,15 +300,18 @@ def decode_all(
             if "seed" in own:
                 seeds[number] = own["seed"]
             shared = {name: value for name, value in own.items() if name not in ("seed", "allowed")}
-            key = json.dumps([len(sequences[number].tokens), shared], sort_keys=True)
+            has_mask = sequences[number].attention_mask is not None
+            key = json.dumps([len(sequences[number].tokens), shared, has_mask], sort_keys=True)
             alike.setdefault(key, []).append(number)
         done: dict[int, Decoded] = {}
         for key, numbers in alike.items():
-            options = {**defaults, **json.loads(key)[1]}
+            _, shared, has_mask = json.loads(key)
+            options = {**defaults, **shared}
             for first in range(0, len(numbers), batch_size):
                 chosen = numbers[first : first + batch_size]
                 tokens = torch.tensor([sequences[number].tokens for number in chosen])
-                masked = (tokens == model.mask_token_id).any(dim=-1)
+                visible = torch.tensor([sequences[n].attention_mask for n in chosen]) if has_mask else None
+                masked = ((tokens == model.mask_token_id) & (True if visible is None else visible)).any(dim=-1)
                 if progress is not None:
                     progress(int((~masked).sum()))
                 result = decode(
@@ -293,6 +319,7 @@ def decode_all(
                     tokens,
                     policy,
                     seeds=seeds[chosen],
+                    attention_mask=visible,
                     allowed=_allowed([sequences[number] for number in chosen], model.vocab_size),
                     trace=trace,
                     progress=progress,

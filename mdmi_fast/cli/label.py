@@ -155,7 +155,10 @@ def _sequences(options: argparse.Namespace, model: MaskedModel) -> tuple[Sequenc
     if options.states is not None:
         return list(_maker(options.model)(model, options.states, seed=options.seed)), {"states_seed": options.seed}
     found = read_sequences(options.data, model_name=options.model, model=model, limit=options.limit)
-    return [torch.tensor(sequence.tokens) for sequence in found], {"data": Path(options.data).name}
+    # A sequence means the same without its padding, which no label is about.
+    shown = [sequence.attention_mask or [True] * len(sequence.tokens) for sequence in found]
+    sequences = [torch.tensor(one.tokens)[torch.tensor(mask)] for one, mask in zip(found, shown, strict=True)]
+    return sequences, {"data": Path(options.data).name}
 
 
 def _several(text: str) -> int:

@@ -23,6 +23,7 @@ from mdmi_fast.cli._options import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from mdmi_fast.cli._sequences import TokenSequence
     from mdmi_fast.maps import MIMap
     from mdmi_fast.models import MaskedModel
 
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     sequences = read_sequences(options.data, model_name=options.model, model=model)
     if options.index >= len(sequences):
         raise InputError(f"{options.data}: holds {len(sequences)} sequences, there is none of index {options.index}")
-    found = _map(options, model, sequences[options.index].tokens)
+    found = _map(options, model, sequences[options.index])
     expected, other = _expected(options.model), _other(options.compare)
     paths = _write(options, found, expected, other)
     _print_pairs(found, expected, options)
@@ -121,21 +122,29 @@ def _other(path: Path | None) -> MIMap | None:
     return MIMap.load(path)
 
 
-def _map(options: argparse.Namespace, model: MaskedModel, tokens: list[int]) -> MIMap:
+def _map(options: argparse.Namespace, model: MaskedModel, sequence: TokenSequence) -> MIMap:
     import torch
 
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.maps import mi_map
 
-    state = torch.tensor(tokens)
+    state, mask = torch.tensor(sequence.tokens), sequence.attention_mask
+    visible = None if mask is None else torch.tensor(mask)
     labels = [f"r{cell // 9 + 1}c{cell % 9 + 1}" for cell in range(81)] if kind_of(options.model) == "sudoku" else None
     if not options.probe:
         estimator = find_estimator(options.estimator, model=options.model)
         estimator.check_model(model)
-        return mi_map(model, state, estimator=estimator, labels=labels)
+        return mi_map(model, state, estimator=estimator, attention_mask=visible, labels=labels)
     masked = int((state == model.mask_token_id).sum())
     with bar(total=1 + masked * model.vocab_size, unit="pass", description="probing") as progress:
-        return mi_map(model, state, form=options.form or "joint", labels=labels, progress=progress.update)
+        return mi_map(
+            model,
+            state,
+            form=options.form or "joint",
+            attention_mask=visible,
+            labels=labels,
+            progress=progress.update,
+        )
 
 
 def _expected(model: str) -> Tensor | None:

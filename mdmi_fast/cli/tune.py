@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
     from mdmi_fast.cli._sequences import read_sequences
     from mdmi_fast.decoding import needs_mi
     from mdmi_fast.decoding.calibrate import candidates, choose, frontier, save_choice, tune
+    from mdmi_fast.decoding.vocabulary import with_stops
     from mdmi_fast.estimator.network import has_estimator
 
     if options.out is not None and options.out.suffix != ".json":
@@ -88,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
     to_do = [sequence for sequence in sequences if model.mask_token_id in sequence.tokens]
     if not to_do:
         raise InputError(f"{options.data}: holds no sequence with a masked position")
-    tokens, attention_mask = _padded([sequence.tokens for sequence in to_do])
+    tokens, attention_mask = _padded(to_do, model)
     name = options.quality or ("valid" if kind_of(options.model) == "sudoku" else "pseudo-likelihood")
     has_mi = options.estimator is not None or has_estimator(options.model)
     specs = options.policies or candidates(mi=has_mi, sampling=options.temperature > 0)
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         for one in tune(
             model,
             tokens,
-            _quality(name, model, to_do, attention_mask, options.data),
+            _quality(name, with_stops(model, options.stop, options.suppress), to_do, attention_mask, options.data),
             options.target,
             policies=specs,
             mi=mi,
@@ -147,17 +148,22 @@ def _row(one: Tried) -> str:
     )
 
 
-def _padded(sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
-    """Tokens [S, N] padded on the right, and which are not padding; None if all have one length."""
+def _padded(sequences: Sequence[TokenSequence], model: MaskedModel) -> tuple[Tensor, Tensor | None]:
+    """Tokens [S, N] padded on the right, and which are not padding; None where there is none."""
     import torch
 
-    width = max(map(len, sequences))
+    from mdmi_fast.models.call import visible_positions
+
+    width = max(len(sequence.tokens) for sequence in sequences)
     tokens = torch.zeros(len(sequences), width, dtype=torch.int64)
     visible = torch.zeros(len(sequences), width, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence)] = torch.tensor(sequence)
-        visible[row, : len(sequence)] = True
-    return tokens, None if bool(visible.all()) else visible
+        own, mask = torch.tensor([sequence.tokens]), sequence.attention_mask
+        shown = visible_positions(model, own, None if mask is None else torch.tensor([mask]))
+        tokens[row, : own.shape[1]] = own[0]
+        visible[row, : own.shape[1]] = True if shown is None else shown[0]
+    told = any(sequence.attention_mask is not None for sequence in sequences)
+    return tokens, visible if told or not bool(visible.all()) else None
 
 
 def _quality(
@@ -168,6 +174,9 @@ def _quality(
     Raises:
         InputError: a record lacks what it needs.
     """
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
     from mdmi_fast.cli._sequences import are_tokens
     from mdmi_fast.decoding.calibrate import accuracy, pseudo_likelihood
 
@@ -182,7 +191,7 @@ def _quality(
                     f'{source}: accuracy needs "target": [...] of integers, as many as "tokens", in every record'
                 )
             targets.append(target)
-        return accuracy(_padded(targets)[0])
+        return accuracy(pad_sequence([torch.tensor(target) for target in targets], batch_first=True))
     from mdmi_fast.tasks.sudoku.puzzles import is_valid_board
 
     return lambda tokens, asked, sequences: is_valid_board(tokens)

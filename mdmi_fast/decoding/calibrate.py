@@ -19,6 +19,7 @@ from mdmi_fast.decoding.policies import MISource, needs_mi, parse_policy
 from mdmi_fast.decoding.randomness import draw_seeds
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.call import call_model
 
 Quality = Callable[[Tensor, Tensor, Tensor], Tensor]
 """How good decoded tokens [B, N] are, given what was asked for [B, N] bool and the sequences' numbers [B] in the data:
@@ -287,7 +288,8 @@ def pseudo_likelihood(
     The geometric mean of the probabilities that the model gives to what was decoded, each position masked alone.
 
     Args:
-        model: the judge; its own taste is all that is measured.
+        model: the judge; its own taste is all that is measured. See `mdmi_fast.watch.guard.pseudo_likelihood` for stop
+            tokens.
         attention_mask: [S, N] bool of the data, False at padding.
         positions: at most so many of a sequence, drawn at random, are looked at: a pass each.
         seed: of that draw.
@@ -308,8 +310,8 @@ def pseudo_likelihood(
             one_masked = tokens[row[part]]
             truth = one_masked[number, place[part]].clone()
             one_masked[number, place[part]] = model.mask_token_id
-            visible = () if attention_mask is None else (attention_mask[sequences[row[part]]],)
-            logits = model(one_masked, *visible).logits[number, place[part]]
+            visible = None if attention_mask is None else attention_mask[sequences[row[part]]]
+            logits = call_model("pseudo_likelihood", model, one_masked, visible).logits[number, place[part]]
             log_p[part] = logits.gather(-1, truth.unsqueeze(-1)).squeeze(-1) - ops.token_stats(logits).logsumexp
         total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device).index_add(0, row, log_p)
         return (total / asked.sum(dim=-1).clamp(max=positions)).exp()

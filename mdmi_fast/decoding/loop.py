@@ -16,8 +16,17 @@ from mdmi_fast.decoding.policies.base import checked_policy, checked_selection, 
 from mdmi_fast.decoding.randomness import draw_seeds, places, uniform
 from mdmi_fast.decoding.sampling import log_probability, sample
 from mdmi_fast.decoding.trace import PassRecord, blocking
-from mdmi_fast.decoding.vocabulary import Vocabulary, checked_tokens
+from mdmi_fast.decoding.vocabulary import Vocabulary, with_stops
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.call import (
+    call_model,
+    call_token_stats,
+    check_flag,
+    check_model,
+    check_tokens,
+    token_list,
+    visible_positions,
+)
 from mdmi_fast.ops import TokenStats
 
 
@@ -64,9 +73,9 @@ def decode(
     That holds as far as it holds for the model, whose logits must not depend on the batch or on padding either.
 
     Args:
-        model: the masked model. A field `attention` [B, N, N] of its output, if there is one, goes to the policy. Of
-            tokens in its attribute `never`, if it has one, the logits are -inf already. What it returns is not written to.
-            Its method `token_stats`, if it has one, is called instead where statistics are all that is read: at temperature
+        model: the masked model. A field `attention` [B, N, N] of its output, if there is one, goes to the policy. If it
+            has an attribute `never`, the logits of those tokens are -inf already. What it returns is not written to. In
+            training mode it answers as in evaluation mode. Its method `token_stats`, if it has one, is called instead where statistics are all that is read: at temperature
             0, with every token allowed and none suppressed, by a policy whose `reads_stats_only` is True.
         tokens: [B, N] int64, `model.mask_token_id` where masked. Sequences of unequal lengths are padded on either side.
         policy: which positions to unmask in a pass.
@@ -78,13 +87,16 @@ def decode(
         gumbel: draw by the Gumbel-max rule, see `sample`.
         generator: where the sequences' seeds come from, one after the other; None: torch's own generator.
         seeds: [B] int64, one a sequence, instead of a generator.
-        attention_mask: [B, N] bool, False at padding; padding is not decoded.
+        attention_mask: [B, N] bool, False at padding; padding is not decoded. None: a model that knows its padding (its
+            method `visible`) says once, of the tokens as given, where it is; other models are taken to have none.
         suppressed: tokens that are never written; the mask token never is.
-        allowed: bool, broadcast to [B, N, V]: what may be written at a position. One token alone is required there.
-        stop_tokens: tokens that end a sequence. Once one of them was decoded, every later position that was masked at
+        allowed: bool, broadcast to [B, N, V]: what may be written at a position. One token alone is required there. It
+            takes nothing back of what the model never writes.
+        stop_tokens: tokens that end a sequence. They may be written, also those in the model's `never`, which its method
+            `permitting` answers for then. Once one of them was decoded, every later position that was masked at
             the start and that `allowed` lets hold it gets that token too, whether it was decoded already or not, and is
             final; the others are decoded as usual.
-        block_size: decode so many positions after the other ("semi-autoregressive"), counted from a sequence's first
+        block_size: decode blocks of so many positions one after the other ("semi-autoregressive"), counted from a sequence's first
             masked position; a later block opens when nothing of the earlier ones is masked. None: all at once.
         verify: after a pass that unmasks several positions of a sequence, one more pass masks the less confident
             half of them again and looks at it in the light of the others. At temperature 0 a token stays if it is
@@ -99,9 +111,10 @@ def decode(
         DecodeResult. A sequence without a masked position comes back as it is, after 0 passes.
 
     Raises:
-        TypeError: for arguments of another kind.
-        ValueError: for shapes that do not fit, numbers out of range, logits that give no distribution at a masked
-            position, or a policy that takes nothing.
+        TypeError: for arguments of another kind, or a model whose answer is no `MaskedOutput`.
+        ValueError: for shapes that do not fit, numbers out of range, arguments that leave nothing to write at a position,
+            an answer of the model that does not fit the tokens or gives no distribution at a masked position, or a
+            policy that takes nothing.
 
     Numerics:
         Probabilities of a draw in float64.
@@ -115,13 +128,16 @@ def decode(
         >>> result.tokens.tolist(), result.passes.tolist()
         ([[0, 0], [1, 1]], [2, 1])
     """
-    _check_batch(tokens, attention_mask)
+    check_model("decode", model)
+    check_tokens("decode", tokens, attention_mask)
     _check_numbers(temperature, top_p, remask_below)
     for name, count, least in (("top_k", top_k, 1), ("block_size", block_size, 1), ("revisions", revisions, 0)):
         if count is not None:
             check.whole("decode", name, count, least)
-    stop_tokens = checked_tokens("stop_tokens", stop_tokens, model.vocab_size)
-    suppressed = checked_tokens("suppressed", suppressed, model.vocab_size)
+    for name, flag in (("gumbel", gumbel), ("verify", verify), ("trace", trace)):
+        check_flag("decode", name, flag)
+    stop_tokens = token_list("decode", "stop_tokens", stop_tokens, model.vocab_size)
+    suppressed = token_list("decode", "suppressed", suppressed, model.vocab_size)
     checked_policy("decode", policy)
     for name, given, kind in (("generator", generator, torch.Generator), ("seeds", seeds, Tensor)):
         if given is not None and not isinstance(given, kind):
@@ -130,6 +146,12 @@ def decode(
         seeds = draw_seeds(len(tokens), generator, tokens.device)
     elif generator is not None or seeds.shape != tokens.shape[:1] or seeds.dtype != torch.int64:
         raise ValueError(f"decode: give either a generator or seeds [{len(tokens)}] int64")
+    check.same_device("decode", tokens=tokens, seeds=seeds)
+    model = with_stops(model, stop_tokens, suppressed)
+    attention_mask = visible_positions(model, tokens, attention_mask)
+    # More than there is of anything is all of it, and int32 holds it.
+    block_size = None if block_size is None else min(block_size, max(1, tokens.shape[1]))
+    revisions = min(revisions, torch.iinfo(torch.int32).max)
     asked = tokens == model.mask_token_id
     if attention_mask is not None:
         asked &= attention_mask
@@ -145,9 +167,9 @@ def decode(
         confidence=torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device),
         revised=torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device),
     )
-    vocabulary = Vocabulary.of(model, tokens, suppressed, allowed)
+    vocabulary = Vocabulary.of(model, asked, suppressed, allowed)
     stats_will_do = temperature == 0 and vocabulary.is_free and getattr(policy, "reads_stats_only", False)
-    eyes = _Eyes(model, vocabulary, getattr(model, "token_stats", None) if stats_will_do else None)
+    eyes = _Eyes(model, vocabulary, stats_will_do and hasattr(model, "token_stats"))
     draw = _Draw(temperature, top_k, top_p, gumbel)
     as_they_are = temperature == 1 and top_k is None and top_p == 1 and allowed is None and not suppressed
     stops = torch.tensor(stop_tokens, dtype=torch.int64, device=tokens.device)
@@ -276,21 +298,27 @@ class _Eyes(NamedTuple):
 
     model: MaskedModel
     vocabulary: Vocabulary
-    token_stats: Callable[..., Any] | None
+    has_stats: bool
 
     def look(self, rows: _Rows, tokens: Tensor, mask: Tensor) -> _Seen:
         """Run the model on tokens [R, N].
 
         Raises:
-            ValueError: for logits that give no distribution where mask [R, N] is True.
+            TypeError: as `call_model`.
+            ValueError: likewise, or for logits that give no distribution where mask [R, N] is True.
         """
-        given = (tokens,) if rows.visible is None else (tokens, rows.visible)
-        if self.token_stats is None:
-            output: Any = self.model(*given)
-            logits, stats = output.logits, self.vocabulary.stats(output.logits, rows.sequence)
-        else:
-            output = self.token_stats(*given)
+        if self.has_stats:
+            output: Any = call_token_stats("decode", self.model, tokens, rows.visible)
             logits, stats = None, output.stats
+            foreign = ((stats.token < 0) | (stats.token >= self.model.vocab_size)) & mask
+            if bool(foreign.any()):
+                raise ValueError(
+                    f"decode: token of {type(self.model).__name__} must lie in 0..{self.model.vocab_size - 1}, "
+                    f"got {int(stats.token[foreign][0])}"
+                )
+        else:
+            output = call_model("decode", self.model, tokens, rows.visible)
+            logits, stats = output.logits, self.vocabulary.stats(output.logits, rows.sequence)
         broken = stats.entropy.isnan() & mask
         if bool(broken.any()):
             row, position = broken.nonzero()[0].tolist()
@@ -384,24 +412,15 @@ def _first_block(rows: _Rows, size: int) -> Tensor:
     return rows.masked & (block == block.masked_fill(~rows.masked, never).amin(dim=-1, keepdim=True))
 
 
-def _check_batch(tokens: Tensor, attention_mask: Tensor | None) -> None:
-    for name, given in (("tokens", tokens), ("attention_mask", attention_mask)):
-        if given is not None and not isinstance(given, Tensor):
-            raise TypeError(f"decode: {name} must be a tensor, got {type(given).__name__}")
-    if tokens.ndim != 2 or tokens.dtype != torch.int64:
-        raise ValueError(f"decode: tokens must be [B, N] int64, got shape {tuple(tokens.shape)} {tokens.dtype}")
-    if attention_mask is not None and (attention_mask.shape != tokens.shape or attention_mask.dtype != torch.bool):
-        raise ValueError(
-            f"decode: attention_mask must be {tuple(tokens.shape)} bool like tokens, "
-            f"got shape {tuple(attention_mask.shape)} {attention_mask.dtype}"
-        )
-
-
 def _check_numbers(temperature: float, top_p: float, remask_below: float) -> None:
     given: dict[str, object] = {"temperature": temperature, "top_p": top_p, "remask_below": remask_below}
     for name, value in given.items():
-        if not isinstance(value, Real):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"decode: {name} must be a number, got {check.describe(value)}")
+        try:
+            float(value)
+        except OverflowError:
+            raise ValueError(f"decode: {name} must be a number that float64 can hold") from None
     if not 0 <= temperature < torch.inf:
         raise ValueError(f"decode: temperature must be a finite number >= 0, got {temperature}")
     if not 0 < top_p <= 1:

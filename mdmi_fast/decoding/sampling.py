@@ -61,7 +61,7 @@ def log_probability(logits: Tensor, token: Tensor, temperature: float) -> Tensor
 def _most_probable(weight: Tensor, top_k: int | None, top_p: float) -> Tensor:
     ordered, order = weight.sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
-        ordered[:, top_k:] = 0.0
+        ordered[:, min(top_k, ordered.shape[-1]) :] = 0.0
     before = ordered.cumsum(dim=-1) - ordered
     ordered.masked_fill_(before >= top_p * ordered.sum(dim=-1, keepdim=True), 0.0)
     return torch.zeros_like(weight).scatter(-1, order, ordered)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,27 +11,55 @@ from torch import Tensor
 from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.base import PermittingModel
 from mdmi_fast.ops import TokenStats
 
 _TILE = 1 << 20
 """Logits that are copied at a time: memory does not grow with the model's answer."""
 
 
-def checked_tokens(name: str, tokens: Sequence[int], size: int) -> list[int]:
-    """An argument of `decode` that names tokens.
+def with_stops(model: MaskedModel, stop_tokens: Sequence[int], suppressed: Sequence[int]) -> MaskedModel:
+    """The model that a decode runs: it may write the tokens that end a sequence, also those it never writes by itself.
 
     Raises:
-        TypeError: for what is no sequence of integers; a float is not cut to one.
-        ValueError: for tokens outside of the vocabulary of that size.
+        ValueError: for stop tokens that cannot be written.
     """
-    try:
-        found = [operator.index(token) for token in tokens]
-    except TypeError:
-        raise TypeError(f"decode: {name} must be a sequence of tokens, which are integers, got {tokens!r}") from None
-    for token in found:
-        if not 0 <= token < size:
-            raise ValueError(f"decode: {name} must be tokens in 0..{size - 1}, got {token}")
-    return found
+    contradicted = sorted({*stop_tokens}.intersection(suppressed))
+    if contradicted:
+        raise ValueError(f"decode: stop_tokens must not be suppressed, got {contradicted} in both")
+    if model.mask_token_id in stop_tokens:
+        raise ValueError(
+            f"decode: stop_tokens must not hold the mask token {model.mask_token_id}, got {[*stop_tokens]}"
+        )
+    ruled_out = sorted(_never(model).intersection(stop_tokens))
+    if not ruled_out:
+        return model
+    if isinstance(model, PermittingModel):
+        return model.permitting(ruled_out)
+    raise ValueError(
+        f"decode: stop_tokens must be tokens that the model can write, got {ruled_out}, which are in the attribute "
+        f"never of {type(model).__name__}; give it a method permitting(tokens), see PermittingModel"
+    )
+
+
+def _never(model: MaskedModel) -> set[int]:
+    """The tokens whose logits the model makes -inf itself."""
+    return {int(token) for token in getattr(model, "never", ())}
+
+
+def _any_besides(sets: Tensor, tokens: Collection[int]) -> Tensor:
+    """[b, n] bool: whether a set of sets [b, n, V] bool holds any other than these tokens."""
+    for axis in (0, 1):
+        if sets.stride(axis) == 0:  # all alike
+            sets = sets.narrow(axis, 0, 1)
+    besides = torch.ones(sets.shape[-1], dtype=torch.bool, device=sets.device)
+    besides[[*tokens]] = False
+    parts = sets.split(max(1, _TILE // max(1, sets.shape[1] * sets.shape[2])))
+    return torch.cat([(part & besides).any(dim=-1) for part in parts])
+
+
+def _few(tokens: Sequence[int]) -> str:
+    return f"{tokens}" if len(tokens) <= 5 else f"[{', '.join(map(str, tokens[:5]))}, ...]"
 
 
 @dataclass(frozen=True)
@@ -48,27 +75,45 @@ class Vocabulary:
     allowed: Tensor | None
 
     @classmethod
-    def of(cls, model: MaskedModel, tokens: Tensor, suppressed: Sequence[int], allowed: Tensor | None) -> Vocabulary:
+    def of(cls, model: MaskedModel, asked: Tensor, suppressed: Sequence[int], allowed: Tensor | None) -> Vocabulary:
         """The arguments of `decode`, of which `suppressed` has been checked; the mask token is suppressed with the rest.
+
+        Args:
+            model: decodes.
+            asked: [B, N] bool, the positions that will be written.
+            suppressed: tokens.
+            allowed: as given.
 
         Raises:
             TypeError: for a set of another kind.
-            ValueError: for a set that does not fit to tokens [B, N].
+            ValueError: for a set that does not fit to `asked`, or positions where nothing may be written.
         """
-        size = model.vocab_size
-        ruled_out = {int(token) for token in getattr(model, "never", ())}
+        size, ruled_out = model.vocab_size, _never(model)
         left = {token for token in (model.mask_token_id, *suppressed) if token < size} - ruled_out
-        if allowed is not None:
-            check.of_kind("decode", "allowed", allowed, torch.bool)
-            whole = (*tokens.shape, size)
-            shape = (1,) * (3 - allowed.ndim) + tuple(allowed.shape)
-            fits = len(shape) == 3 and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
-            if not fits or shape[-1] != size:
-                raise ValueError(
-                    f"decode: allowed must broadcast to [B, N, V] = {whole}, got shape {tuple(allowed.shape)}"
-                )
-            allowed = allowed.expand(whole)
-        return cls(torch.tensor(sorted(left), dtype=torch.int64, device=tokens.device), allowed)
+        whole = (*asked.shape, size)
+        sets = torch.ones(size, dtype=torch.bool, device=asked.device) if allowed is None else allowed
+        check.of_kind("decode", "allowed", sets, torch.bool)
+        shape = (1,) * (3 - sets.ndim) + tuple(sets.shape)
+        fits = len(shape) == 3 and all(a in (1, b) for a, b in zip(shape, whole, strict=True))
+        if not fits or shape[-1] != size:
+            raise ValueError(f"decode: allowed must broadcast to [B, N, V] = {whole}, got shape {tuple(sets.shape)}")
+        check.same_device("decode", tokens=asked, allowed=sets)
+        sets = sets.view(shape)
+        forbidden = {token for token in (*ruled_out, *left) if 0 <= token < size}
+        stuck = asked & ~_any_besides(sets, forbidden)
+        if bool(stuck.any()):
+            row, position = stuck.nonzero()[0].tolist()
+            demanded = sets.expand(whole)[row, position].nonzero().flatten().tolist()
+            reasons = {"suppressed": suppressed, f"never of {type(model).__name__}": ruled_out}
+            reasons["the mask token"] = {model.mask_token_id}
+            found = {name: sorted({*demanded}.intersection(tokens)) for name, tokens in reasons.items()}
+            told = ", ".join(f"{name} {_few(tokens)}" for name, tokens in found.items() if tokens)
+            raise ValueError(
+                f"decode: {'suppressed' if allowed is None else 'allowed'} must leave a token to write at sequence {row}, "
+                f"position {position}, got {_few(demanded)}" + (f", of which {told} cannot be written" if told else "")
+            )
+        restricting = None if allowed is None else sets.expand(whole)
+        return cls(torch.tensor(sorted(left), dtype=torch.int64, device=asked.device), restricting)
 
     @property
     def is_free(self) -> bool:

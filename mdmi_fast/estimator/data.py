@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mdmi_fast import ops
 from mdmi_fast.labels import Form, LabelSet, masked_pairs, stream_labels
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.call import call_model, visible_positions
 
 
 class Example(NamedTuple):
@@ -123,7 +124,10 @@ def read_batch(
     else:
         tokens = pad_sequence([state.tokens for state in states], batch_first=True).to(device)
         visible = torch.arange(size[1], device="cpu") < lengths.unsqueeze(1)
-        output = model(tokens, None if bool(visible.all()) else visible.to(device))
+        # What a model knows for padding in a state itself is hidden too, whatever lengths its batch has.
+        own = visible_positions(model, tokens, None)
+        shown = visible.to(device) if own is None else own & visible.to(device)
+        output = call_model("read_batch", model, tokens, None if own is None and bool(visible.all()) else shown)
         hidden, stats = output.hidden, ops.token_stats(output.logits)
     return Batch(hidden, stats, *(field.to(device) for field in (mask, mi, pairs, mask.sum(1).float() / lengths)))
 

@@ -21,7 +21,7 @@ from mdmi_fast import ops
 from mdmi_fast.files import cache_folder, replace_file
 from mdmi_fast.labels import masked_pairs
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.identity import identity
+from mdmi_fast.models.identity import differences, identity
 from mdmi_fast.models.loading import find_for_model, registered, resolve
 
 Combine = Literal["concat", "product", "interaction"]
@@ -279,7 +279,7 @@ class PairScorer(nn.Module):
         if moved or self.trained_on is None:
             return
         here = identity(model)
-        other = [key for key in {**self.trained_on, **here} if self.trained_on.get(key) != here.get(key)]
+        other = differences(self.trained_on, here)
         if other:
             there, found = (", ".join(f"{key} {of.get(key)}" for key in other) for of in (self.trained_on, here))
             raise ValueError(

@@ -10,6 +10,7 @@ from torch import Tensor
 from mdmi_fast.estimator.data import Example, examples
 from mdmi_fast.labels import Form, LabelSet, label_mi
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.call import call_model
 
 
 def shifted_states(model: MaskedModel, tokens: Tensor, *, seed: int = 0) -> Tensor:
@@ -117,7 +118,7 @@ def build_split(
 @torch.no_grad()
 def _free(model: MaskedModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Positions that may be rewritten, [n], and what stands there, [S, n], with masked tokens filled in."""
-    logits = model(tokens).logits
+    logits = call_model("splits", model, tokens).logits
     masked = tokens == model.mask_token_id
     known = tokens.masked_fill(masked, 0)
     # A visible token that the model would never write (start, end, padding) is part of the form, not of the text.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast.models import MaskedModel, MaskedOutput
+from mdmi_fast.models.call import call_model
 
 Precision = Literal["fp32", "bf16"]
 
@@ -28,9 +29,14 @@ class Forward:
         self.model, self.batch_tokens, self.precision = model, batch_tokens, precision
 
     def __call__(self, tokens: Tensor, attention_mask: Tensor | None) -> MaskedOutput:
-        """One forward pass of all sequences given."""
+        """One forward pass of all sequences given.
+
+        Raises:
+            TypeError: as `call_model`, for an answer of another kind.
+            ValueError: likewise, for one that does not fit.
+        """
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            return self.model(tokens) if attention_mask is None else self.model(tokens, attention_mask)
+            return call_model("probe_mi", self.model, tokens, attention_mask)
 
     def batch_size(self, length: int) -> int:
         """Sequences of a length at once."""

@@ -1,6 +1,7 @@
 """Which positions of a sequence to mask, to make of sequences the states that an estimator is trained on.
 
-Every policy depends on a sequence and its own seed only. At least one position is masked.
+Every policy depends on a sequence and its own seed only. At least one position is masked, and none that the model knows
+for padding.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from mdmi_fast import ops
 from mdmi_fast.labels.plan import invert_cumulative
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.call import call_model, visible_positions
 
 
 class Masking(Protocol):
@@ -91,7 +93,7 @@ class Trajectory:
 
     @torch.no_grad()
     def __call__(self, model: MaskedModel, tokens: Tensor, seeds: Sequence[int]) -> Tensor:
-        free = _maskable(tokens, self.keep)
+        free, visible = _maskable(model, tokens, self.keep)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         states = tokens.masked_fill(free, model.mask_token_id)
         goal = (free.sum(-1) * (1 - _luck(generators, 1, tokens.device)[:, 0])).ceil().long()  # that stay masked
@@ -102,7 +104,8 @@ class Trajectory:
                 return states
             running = [generators[row] for row in active.tolist()]
             luck = _luck(running, 2 * tokens.shape[1], tokens.device).view(len(active), 2, -1)
-            logits = model(states[active]).logits
+            shown = None if visible is None else visible[active]
+            logits = call_model("Trajectory", model, states[active], shown).logits
             if model.mask_token_id < logits.shape[-1]:  # a position filled with it would be masked for ever
                 mask_token = torch.tensor([model.mask_token_id], device=logits.device)
                 logits = logits.index_fill(-1, mask_token, -torch.inf)
@@ -115,16 +118,19 @@ class Trajectory:
             states[active] = states[active].where(~chosen, drawn)
 
 
-def _maskable(tokens: Tensor, keep: Sequence[int]) -> Tensor:
+def _maskable(model: MaskedModel, tokens: Tensor, keep: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Which positions may be masked, and which are not padding; None for a model that knows no padding."""
+    visible = visible_positions(model, tokens, None)
     free = ~torch.isin(tokens, torch.tensor(keep, dtype=tokens.dtype, device=tokens.device))
+    free &= True if visible is None else visible
     if not bool(free.any(dim=-1).all()):
         raise ValueError(f"masking: sequence {int((~free.any(dim=-1)).nonzero()[0])} holds nothing but tokens to keep")
-    return free
+    return free, visible
 
 
 def _mask(model: MaskedModel, tokens: Tensor, seeds: Sequence[int], share: float | None, keep: Sequence[int]) -> Tensor:
     """Mask a share of the maskable positions, at least one; None: a uniform share."""
-    free = _maskable(tokens, keep)
+    free, _ = _maskable(model, tokens, keep)
     luck = _luck([torch.Generator().manual_seed(seed) for seed in seeds], 1 + tokens.shape[1], tokens.device)
     size = free.sum(dim=-1)
     wanted = (size * (1 - luck[:, 0])).ceil() if share is None else (size * share).round().clamp(min=1)

@@ -20,10 +20,12 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.labels.forward import Forward, Precision
 from mdmi_fast.labels.plan import FORMS, Directions, Form, Plan, make_plan, times
 from mdmi_fast.models import MaskedModel, MaskedOutput
+from mdmi_fast.models.call import check_model, check_tokens, visible_positions
 
 
 class _Labels(NamedTuple):
@@ -148,7 +150,7 @@ def label_mi(
         pairs: bool [B, N, N] or [N, N], symmetric: only these pairs.
         samples: draw so many values where more are needed.
         seed: of the values drawn.
-        attention_mask: bool of the shape of tokens, False at padding, which is never probed; None: no padding.
+        attention_mask: bool of the shape of tokens, False at padding, which is never probed; None: as for `decode`.
         batch_size: sequences in one forward pass.
         precision: of the forward pass, "fp32" or "bf16".
         progress: called with the number of passes just finished.
@@ -157,7 +159,8 @@ def label_mi(
         MILabels, without the batch dimension when tokens had none.
 
     Raises:
-        ValueError: for an unknown form, arguments that do not fit, or a model that answers NaN.
+        TypeError: for arguments or an answer of the model of another kind.
+        ValueError: for an unknown form, arguments that do not fit, or a model whose answer does not fit or is NaN.
 
     Numerics:
         Entropies and sums over values in float32 (float64 where the logits are). A label of the "kl" form is inf where
@@ -235,7 +238,7 @@ def probe_mi(
             they give has a standard error of order 1 / sqrt(samples) and nothing proven; the "joint" form, computed
             as if those were all values, is also low by an amount of order 1 / samples.
         seed: of the values drawn.
-        attention_mask: [B, N] bool, False at padding, which is never probed; None: no padding.
+        attention_mask: [B, N] bool, False at padding, which is never probed; None: as for `decode`.
         batch_size: sequences in one forward pass; how many logits are held at once follows from it. It is halved when
             memory runs out.
         precision: of the forward pass, "fp32" or "bf16".
@@ -245,11 +248,14 @@ def probe_mi(
         Probe.
 
     Raises:
-        ValueError: for arguments that do not fit, or a model that answers NaN.
+        TypeError: for arguments or an answer of the model of another kind.
+        ValueError: for arguments that do not fit, or a model whose answer does not fit or is NaN.
     """
     _check(tokens, mask, attention_mask, pairs, forms, epsilon, directions, window, samples, batch_size, precision)
     forward = model if isinstance(model, Forward) else Forward(model, batch_size * tokens.shape[1], precision)
+    check_model("probe_mi", forward.model)
     mask_token = forward.model.mask_token_id
+    attention_mask = visible_positions(forward.model, tokens, attention_mask)
     if mask is None:
         mask = tokens == mask_token
     if attention_mask is not None:
@@ -257,11 +263,14 @@ def probe_mi(
     tokens = tokens.masked_fill(mask, mask_token)
     wanted = masked_pairs(mask)
     if window is not None:
+        window = min(window, tokens.shape[1])
         place = torch.arange(tokens.shape[1], device=tokens.device)
         wanted &= (place.unsqueeze(-1) - place).abs() <= window
     if pairs is not None:
         wanted &= pairs
-    settings = _Settings(tuple(form for form in FORMS if form in forms), epsilon, directions, samples, seed, window)
+    # No position has more values than the vocabulary: from there on nothing is ever drawn.
+    draws = None if samples is None else min(samples, forward.model.vocab_size)
+    settings = _Settings(tuple(form for form in FORMS if form in forms), epsilon, directions, draws, seed, window)
     parts: list[Probe] = []
     done = 0
     while done < len(tokens) or not parts:
@@ -574,13 +583,13 @@ def _check(
     batch_size: int,
     precision: Precision,
 ) -> None:
-    if tokens.ndim != 2 or tokens.dtype != torch.int64:
-        raise ValueError(f"probe_mi: tokens must be [B, N] int64, got shape {tuple(tokens.shape)} {tokens.dtype}")
-    for name, given in (("mask", mask), ("attention_mask", attention_mask)):
-        if given is not None and (given.shape != tokens.shape or given.dtype != torch.bool):
+    check_tokens("probe_mi", tokens, attention_mask)
+    if mask is not None:
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"probe_mi: mask must be a tensor, got {type(mask).__name__}")
+        if mask.shape != tokens.shape or mask.dtype != torch.bool:
             raise ValueError(
-                f"probe_mi: {name} must be {tuple(tokens.shape)} bool like tokens, "
-                f"got shape {tuple(given.shape)} {given.dtype}"
+                f"probe_mi: mask must be {tuple(tokens.shape)} bool like tokens, got {check.describe(mask)}"
             )
     square = (*tokens.shape, tokens.shape[1])
     if pairs is not None and (pairs.shape != square or pairs.dtype != torch.bool or not pairs.equal(pairs.mT)):

@@ -29,7 +29,7 @@ from mdmi_fast.labels.masking import Masking
 from mdmi_fast.labels.plan import FORMS, Directions, Form
 from mdmi_fast.labels.probe import Probe, probe_mi
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.identity import describe_model, layer_of, tensors_of
+from mdmi_fast.models.identity import describe_model, differences, layer_of, tensors_of
 
 INDEX_FILE = "labels.json"
 
@@ -252,7 +252,7 @@ def stream_labels(folder: str | Path, *, model: MaskedModel | None = None) -> It
     settings = _read_index(folder)
     if model is not None:
         for what, here in (("model", describe_model(model)), ("layer", layer_of(model))):
-            if settings[what] != here:
+            if differences({what: settings[what]}, {what: here}):
                 raise ValueError(f"{folder}: holds labels of another {what}: {settings[what]}, got {here}")
     count = -(-settings["sequences"] // settings["shard_size"])
     for number in range(count):
@@ -331,7 +331,7 @@ def _open(folder: Path, settings: dict[str, Any]) -> None:
             temporary.write_text(text)
         return
     kept, asked = _read_index(folder), json.loads(text)
-    changed = [key for key in asked if kept.get(key) != asked[key]]
+    changed = differences({key: kept.get(key) for key in asked}, asked)
     if changed:
         raise ValueError(f"{folder}: holds labels made with another {', '.join(changed)}; choose another folder")
 
@@ -358,7 +358,7 @@ def _pair_index(positions: Tensor, window: int | None) -> Tensor:
     """Pairs [Q, 2] of masked positions i < j, at most `window` apart: the order in which a shard holds them."""
     first, second = torch.triu_indices(len(positions), len(positions), offset=1, device="cpu")
     pairs = torch.stack([positions[first], positions[second]], dim=1)
-    return pairs if window is None else pairs[pairs[:, 1] - pairs[:, 0] <= window]
+    return pairs if window is None else pairs[pairs[:, 1] - pairs[:, 0] <= min(window, torch.iinfo(pairs.dtype).max)]
 
 
 def _unpack(tokens: Tensor, probe: Probe, *, hidden: bool, window: int | None) -> list[LabelledState]:

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.files import replace_file
 from mdmi_fast.labels import Form, label_mi, masked_pairs
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.call import call_model, visible_positions
 
 _ARRAYS = ("mi", "entropy", "tokens", "mask")
 
@@ -104,6 +106,7 @@ def mi_map(
     form: Form = "joint",
     epsilon: float = 0.0,
     batch_size: int = 512,
+    attention_mask: Tensor | None = None,
     labels: Sequence[str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> MIMap:
@@ -117,6 +120,7 @@ def mi_map(
         form: reading of the probes, as for `label_mi`.
         epsilon: nats a probed entry may be wrong by, as for `label_mi`.
         batch_size: sequences in one forward pass of the probing.
+        attention_mask: [N] bool, False at padding, which is in no pair; None: as for `decode`.
         labels: a name for every position; None numbers them from 0.
         progress: called with the number of probing passes just finished.
 
@@ -129,17 +133,33 @@ def mi_map(
         mask = tokens == model.mask_token_id
     elif mask.shape != tokens.shape or mask.dtype != torch.bool:
         raise ValueError(f"mi_map: mask must be {tuple(tokens.shape)} bool, got {tuple(mask.shape)} {mask.dtype}")
+    if attention_mask is not None:
+        check.of_kind("mi_map", "attention_mask", attention_mask, torch.bool)
+        check.shape("mi_map", "attention_mask", attention_mask, tokens.shape, "[N]")
+        attention_mask = attention_mask.unsqueeze(0)
+    shown = visible_positions(model, tokens.unsqueeze(0), attention_mask)
+    attention_mask = None if shown is None else shown[0]
+    mask = mask if attention_mask is None else mask & attention_mask
     if int(mask.sum()) < 2:
         raise ValueError(f"mi_map: at least two positions must be masked, got {int(mask.sum())}")
     if labels is not None and len(labels) != len(tokens):
         raise ValueError(f"mi_map: labels must name {len(tokens)} positions, got {len(labels)}")
     tokens = tokens.masked_fill(mask, model.mask_token_id)
     if estimator is None:
-        found = label_mi(model, tokens, mask, form=form, epsilon=epsilon, batch_size=batch_size, progress=progress)
+        found = label_mi(
+            model,
+            tokens,
+            mask,
+            form=form,
+            epsilon=epsilon,
+            attention_mask=attention_mask,
+            batch_size=batch_size,
+            progress=progress,
+        )
         mi, entropy, source = found.mi, found.entropy, f"probed, {form} form"
     else:
         with torch.no_grad():
-            output = model(tokens.unsqueeze(0))
+            output = call_model("mi_map", model, tokens.unsqueeze(0), shown)
             mi = estimator(output.hidden, mask.unsqueeze(0))[0].float()
         entropy = ops.entropy(output.logits[0]).masked_fill(~mask, 0.0)
         source = "predicted"

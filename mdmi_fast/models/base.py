@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -51,4 +52,28 @@ class MaskedModel(Protocol):
 
     def __call__(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> MaskedOutput:
         """Run the network on tokens [B, N] int64; attention_mask [B, N] bool is False at padding."""
+        ...
+
+
+@runtime_checkable
+class PaddedModel(Protocol):
+    """The optional ability of a `MaskedModel` to know its padding."""
+
+    def visible(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Where tokens [B, N] int64 without an attention mask are not padding: [B, N] bool."""
+        ...
+
+
+@runtime_checkable
+class PermittingModel(Protocol):
+    """The optional ability of a `MaskedModel` with tokens that it never writes to write some of them when asked.
+
+    Attributes:
+        never: tokens whose logits are -inf.
+    """
+
+    never: Iterable[int]
+
+    def permitting(self, tokens: Iterable[int]) -> MaskedModel:
+        """The same model, of the same weights, whose logits of these tokens are the network's own: not in its `never`."""
         ...

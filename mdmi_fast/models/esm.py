@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdmi_fast.models.sequences import SequenceModel
+from mdmi_fast.models.call import evaluating
+from mdmi_fast.models.identity import check_loaded
+from mdmi_fast.models.limits import length_limit
+from mdmi_fast.models.sequences import SequenceModel, check_layers, nameless
 
 
 class ESMCModel(SequenceModel):
-    """ESM-C as a `MaskedModel`: of its 64 logits those behind the tokenizer's 33 tokens stand for nothing.
+    """ESM-C as a `MaskedModel`: of its 64 logits those beside the tokenizer's 33 tokens stand for nothing.
 
     Args:
         network: an `esm.models.esmc.ESMC`.
@@ -24,10 +27,11 @@ class ESMCModel(SequenceModel):
         batch_invariant: see `SequenceModel`.
 
     Raises:
-        ValueError: for an unknown layer.
+        ValueError: for an unknown layer, or weights that were not loaded.
     """
 
     def __init__(self, network: nn.Module, *, layers: int | Sequence[int] = -1, batch_invariant: bool = True) -> None:
+        check_loaded("ESMCModel", network)
         tokenizer: Any = network.tokenizer
         embedding: Any = network.embed
         count = len(network.transformer.blocks)  # type: ignore[union-attr, arg-type]
@@ -37,7 +41,7 @@ class ESMCModel(SequenceModel):
             hidden_size=embedding.embedding_dim * len(chosen),
             mask_token_id=tokenizer.mask_token_id,
             pad_token_id=tokenizer.pad_token_id,
-            never=[*tokenizer.all_special_ids, *range(len(tokenizer), embedding.num_embeddings)],
+            never={*tokenizer.all_special_ids, *nameless(tokenizer, embedding.num_embeddings)},
             batch_invariant=batch_invariant,
         )
         self.network, self.tokenizer, self.layers = network, tokenizer, chosen
@@ -58,22 +62,27 @@ class FairESMModel(SequenceModel):
         batch_invariant: see `SequenceModel`.
 
     Raises:
-        ValueError: for an unknown layer.
+        ValueError: for an unknown layer, or weights that were not loaded.
     """
 
     def __init__(
         self, network: nn.Module, alphabet: Any, *, layers: int | Sequence[int] = -1, batch_invariant: bool = True
     ) -> None:
+        check_loaded("FairESMModel", network)
         count: Any = network.num_layers
         chosen = _layers(layers, range(-count - 1, count + 1), "FairESMModel")
         # Everything that is no residue or gap, so also the "<null_1>" that fills the vocabulary up.
         special = [token for token in range(len(alphabet)) if alphabet.get_tok(token) not in alphabet.standard_toks]
+        device = next(network.parameters()).device
+        with evaluating(network):
+            limit = length_limit(network, lambda n: network(torch.full((1, n), alphabet.mask_idx, device=device)))
         super().__init__(
             vocab_size=len(alphabet),
             hidden_size=network.embed_dim * len(chosen),  # type: ignore[operator, arg-type]
             mask_token_id=alphabet.mask_idx,
             pad_token_id=alphabet.padding_idx,
             never=special,
+            max_length=limit,
             batch_invariant=batch_invariant,
         )
         self.network, self.alphabet = network, alphabet
@@ -152,7 +161,7 @@ def load_fair_esm(
 
 
 def _layers(layers: int | Sequence[int], known: range, name: str) -> tuple[int, ...]:
-    chosen = (layers,) if isinstance(layers, int) else tuple(layers)
+    chosen = check_layers(name, layers)
     if not chosen or not set(chosen) <= set(known):
         raise ValueError(f"{name}: layers must lie in {known.start}..{known.stop - 1}, got {chosen}")
     return chosen

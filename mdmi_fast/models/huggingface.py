@@ -6,8 +6,8 @@ Everything that AutoModelForMaskedLM loads is called alike. Two masked diffusion
 - LLaDA ("llada"): logits as usual.
 - Dream ("Dream"): a causal model trained on; what it says about position i stands at i - 1 (`shift`).
 
-Both take no mask of padding like others do, so leave `batch_invariant` as it is where lengths differ. Another model of
-either kind needs no adapter: say `shift=True` where its logits are shifted.
+Another model of either kind needs no adapter: say `shift=True` where its logits are shifted. LLaDA pads with its token
+for the end of a text, so only an attention mask tells them apart.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.models.base import AttentiveOutput, MaskedOutput
-from mdmi_fast.models.sequences import SequenceModel
+from mdmi_fast.models.call import check_flag, evaluating
+from mdmi_fast.models.identity import check_loaded
+from mdmi_fast.models.limits import length_limit
+from mdmi_fast.models.sequences import SequenceModel, check_layers, nameless
 
 _DIFFUSION = {"llada": False, "Dream": True}
 """config.model_type of diffusion models that load as AutoModel -> whether the logits are shifted."""
@@ -46,9 +50,11 @@ class HuggingFaceModel(SequenceModel):
     """A masked LM of transformers as a `MaskedModel`.
 
     Args:
-        network: in evaluation mode; its output has `logits` and, when asked, `hidden_states`.
+        network: its output has `logits` and, when asked, `hidden_states`.
         tokenizer: gives the mask token, the pad token and the tokens that are never decoded: its `all_special_ids` and
-            the vocabulary beyond its length. Without one they come from the configuration.
+            what is not among the values of its `get_vocab()` (or, if it has no such method, lies beyond its length).
+            Without one they come from the configuration. A pad token that is the token of the beginning, the end or
+            an unknown piece of a text too is padding only where an attention mask says so.
         layers: whose states are the hidden state, -1 for the last, 0 for the embeddings; several are joined.
         mask_token_id: instead of the tokenizer's or the configuration's.
         never: tokens never decoded, instead of the special ones.
@@ -58,7 +64,9 @@ class HuggingFaceModel(SequenceModel):
             (`AttentionGraph`). The network must keep attention weights.
 
     Raises:
-        ValueError: if there is no mask token, no such layer, or the network gives no logits or no hidden states.
+        TypeError: for arguments of another kind.
+        ValueError: if there is no mask token, no such layer, or the network holds no weights or does not give logits and
+            hidden states of every position.
     """
 
     def __init__(
@@ -74,33 +82,43 @@ class HuggingFaceModel(SequenceModel):
         attention: bool = False,
     ) -> None:
         config: Any = network.config
+        name = type(network).__name__
+        check_loaded(name, network)
         mask = _first(mask_token_id, getattr(tokenizer, "mask_token_id", None), getattr(config, "mask_token_id", None))
         if mask is None:
             raise ValueError(
-                f"{type(network).__name__}: {'the tokenizer' if tokenizer is not None else 'the configuration'} knows "
+                f"{name}: {'the tokenizer' if tokenizer is not None else 'the configuration'} knows "
                 'no mask token; say which one it is with mask_token_id=N (in the name of a model: "?mask_token_id=N")'
             )
-        known = _n_embedded(network) or mask + 1
-        if not 0 <= mask < known:
-            raise ValueError(f"{type(network).__name__}: mask_token_id must lie in 0..{known - 1}, got {mask}")
-        chosen = (layers,) if isinstance(layers, int) else tuple(layers)
-        logits, states = _probe(network, mask, chosen)
+        known = _n_embedded(network) or check.whole(name, "mask_token_id", mask, 0) + 1
+        if not 0 <= check.whole(name, "mask_token_id", mask, 0) < known:
+            raise ValueError(f"{name}: mask_token_id must lie in 0..{known - 1}, got {mask}")
+        chosen = check_layers(name, layers)
+        with evaluating(network):
+            logits, states = _probe(network, mask, chosen)
+            # A token that no network takes for padding: positions are not counted at padding.
+            text = next(token for token in (mask, 0, 1) if token != getattr(config, "pad_token_id", None))
+            limit = length_limit(network, lambda n: network(input_ids=torch.full((1, n), text, device=logits.device)))
         if never is None:
             never = _special_tokens(tokenizer, config, logits.shape[-1])
+        pad = _first(getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None))
         super().__init__(
             vocab_size=logits.shape[-1],
             hidden_size=sum(states[layer].shape[-1] for layer in chosen),
             mask_token_id=mask,
-            pad_token_id=_first(getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None)),
+            pad_token_id=pad,
+            pad_is_text=pad
+            in _tokens_of(config if getattr(tokenizer, "pad_token_id", None) is None else tokenizer, _TEXT),
             never=never,
-            max_length=_position_limit(network),
+            max_length=limit,
             batch_invariant=batch_invariant,
         )
         self.network, self.tokenizer = network, tokenizer
-        self.layers, self.shift = chosen, shift
-        self._attentive = attention
+        self.layers, self.shift = chosen, check_flag(name, "shift", shift)
+        self._attentive = check_flag(name, "attention", attention)
         self._product: tuple[nn.Module, str, Any]
-        self.head = self._find_head(mask)
+        with evaluating(network):
+            self.head = self._find_head(mask)
         """(weight [V, F], bias [V] or None) of the last product, or None where it cannot be found."""
 
     def run(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -112,10 +130,11 @@ class HuggingFaceModel(SequenceModel):
         """As of every `SequenceModel`; an `AttentiveOutput` where attention was asked for."""
         if not self._attentive:
             return super().forward(tokens, attention_mask)
+        visible = self._checked(tokens, attention_mask)
         length = tokens.shape[-1]
 
-        def answer(part: Tensor, visible: Tensor | None) -> tuple[Tensor, ...]:
-            output = self._output(part, visible, output_attentions=True)
+        def answer(part: Tensor, shown: Tensor | None) -> tuple[Tensor, ...]:
+            output = self._output(part, shown, output_attentions=True)
             weights = _kept(output.attentions)
             attention = torch.stack(weights[len(weights) // 2 :]).mean(dim=(0, 2))
             logits = self._aligned(output.logits).index_fill(-1, self.never, -torch.inf)
@@ -123,7 +142,6 @@ class HuggingFaceModel(SequenceModel):
 
         logits, hidden, attention = self._put_together(answer, tokens, attention_mask)
         # Columns count from the first visible position of a sequence.
-        visible = self._checked(tokens, attention_mask)
         column = (visible.cumsum(dim=1) - 1).clamp(min=0).unsqueeze(1).expand(-1, length, -1)
         attention = attention.gather(-1, column).masked_fill(~visible.unsqueeze(1), 0.0)
         return AttentiveOutput(logits, hidden, attention)
@@ -161,7 +179,8 @@ class HuggingFaceModel(SequenceModel):
         Raises:
             ValueError: if the network keeps none: load it with attention="eager".
         """
-        return torch.stack(_kept(self.network(input_ids=tokens, output_attentions=True).attentions))
+        with evaluating(self):
+            return torch.stack(_kept(self.network(input_ids=tokens, output_attentions=True).attentions))
 
     def _output(self, tokens: Tensor, attention_mask: Tensor | None, **options: bool) -> Any:
         return self.network(
@@ -378,8 +397,14 @@ def _first(*values: int | None) -> int | None:
 def _probe(network: nn.Module, mask: int, layers: tuple[int, ...]) -> tuple[Tensor, Sequence[Tensor]]:
     """Logits and hidden states of a sequence of three tokens, so that what is missing is said when a model is loaded."""
     device = next(network.parameters()).device
-    output = network(input_ids=torch.tensor([[0, mask, 1]], device=device), output_hidden_states=True)
     name = type(network).__name__
+    tokens = torch.tensor([[0, mask, 1]], device=device)
+    try:
+        output = network(input_ids=tokens, output_hidden_states=True)
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError, ValueError, AssertionError) as error:
+        raise ValueError(f"{name}: cannot read a sequence of three tokens: {error}") from error
     if getattr(output, "logits", None) is None:
         raise ValueError(f"{name}: gives no logits; load a model with a masked-LM head")
     states = getattr(output, "hidden_states", None)
@@ -390,23 +415,29 @@ def _probe(network: nn.Module, mask: int, layers: tuple[int, ...]) -> tuple[Tens
         )
     if not layers or not all(-len(states) <= layer < len(states) for layer in layers):
         raise ValueError(f"{name}: layers must lie in {-len(states)}..{len(states) - 1} (0: embeddings), got {layers}")
+    for what, field in (("logits", output.logits), *((f"hidden states {layer}", states[layer]) for layer in layers)):
+        if field.ndim != 3 or field.shape[:2] != tokens.shape:
+            raise ValueError(
+                f"{name}: {what} must be of every position, [1, 3, ...] for three tokens, got {check.describe(field)}"
+            )
     return output.logits, states
+
+
+_TEXT = ("bos", "eos", "cls", "sep", "unk", "mask")
+"""Roles of special tokens with a meaning: one that is the pad token as well may be text."""
+
+
+def _tokens_of(source: Any, roles: Iterable[str]) -> list[int]:
+    """The tokens that a tokenizer or a configuration has for roles; some have several for one."""
+    found = [getattr(source, f"{role}_token_id", None) for role in roles]
+    tokens = [token for entry in found for token in (entry if isinstance(entry, list) else [entry])]
+    return [token for token in tokens if token is not None]
 
 
 def _special_tokens(tokenizer: Any, config: Any, vocabulary: int) -> list[int]:
     """Tokens that are no text: special ones, and rows of the head that stand for no token at all."""
     if tokenizer is not None:
-        return [*tokenizer.all_special_ids, *range(len(tokenizer), vocabulary)]
-    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
-    found = [getattr(config, name, None) for name in names]
-    tokens = [token for entry in found for token in (entry if isinstance(entry, list) else [entry])]
-    return [token for token in tokens if token is not None]
-
-
-def _position_limit(network: nn.Module) -> int | None:
-    """How many tokens a table of learned positions has room for; None where positions are computed."""
-    for name, module in network.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
-            # RoBERTa and its kind start to count behind the pad token.
-            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
-    return None
+        found = {*tokenizer.all_special_ids, *nameless(tokenizer, vocabulary)}
+    else:
+        found = set(_tokens_of(config, ("pad", "bos", "eos", "cls", "sep")))
+    return [token for token in found if 0 <= token < vocabulary]  # -1 is no pad token

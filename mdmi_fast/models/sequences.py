@@ -8,26 +8,41 @@ the caller gives that up for speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
+from mdmi_fast import checks as check
 from mdmi_fast.models.base import MaskedOutput
+from mdmi_fast.models.call import check_flag, check_tokens, evaluating, token_list
 
 
 class SequenceModel(nn.Module):
     """A frozen network as a `MaskedModel`. A subclass says how the network is called (`run`).
+
+    A network in training mode answers as in evaluation mode; the mode itself is left alone.
 
     Args:
         vocab_size: V.
         hidden_size: D.
         mask_token_id: may lie outside of the logits' vocabulary.
         pad_token_id: what padding is, or None. Without an attention mask every pad token counts as padding.
+        pad_is_text: the pad token also has a meaning, such as the end of a text: then only an attention mask says what
+            padding is.
         never: tokens that are never decoded: their logit is -inf. The mask token always is one of them.
         max_length: most tokens of a sequence, None for no limit.
         batch_invariant: False runs a batch at once, padded on the right: faster for small networks and on GPUs, but
-            an answer then depends on the batch by some 1e-5 of logits.
+            an answer then depends on the batch by some 1e-5 of logits. Where a network's answer depends on the padding
+            itself, sequences of one length are run at once.
+
+    Raises:
+        TypeError: for arguments of another kind.
+        ValueError: for numbers out of range.
     """
 
     def __init__(
@@ -37,23 +52,50 @@ class SequenceModel(nn.Module):
         hidden_size: int,
         mask_token_id: int,
         pad_token_id: int | None = None,
+        pad_is_text: bool = False,
         never: Iterable[int] = (),
         max_length: int | None = None,
         batch_invariant: bool = True,
     ) -> None:
         super().__init__()
-        self.vocab_size, self.hidden_size = vocab_size, hidden_size
-        self.mask_token_id, self.pad_token_id = mask_token_id, pad_token_id
-        self.max_length = max_length
-        # Not a plain attribute: those tell models apart (`identity`), and labels of either way are of one model.
-        self._batch_invariant = batch_invariant
-        unwanted = {token for token in (*never, mask_token_id) if 0 <= token < vocab_size}  # -1 is no pad token
+        name = type(self).__name__
+        self.vocab_size = check.whole(name, "vocab_size", vocab_size, 1)
+        self.hidden_size = check.whole(name, "hidden_size", hidden_size, 1)
+        self.mask_token_id = check.whole(name, "mask_token_id", mask_token_id, 0)
+        self.pad_token_id = None if pad_token_id is None else check.whole(name, "pad_token_id", pad_token_id, -(2**63))
+        self.max_length = None if max_length is None else check.whole(name, "max_length", max_length, 1)
+        # No plain attributes: those tell models apart (`identity`), and labels of either way are of one model.
+        self._batch_invariant = check_flag(name, "batch_invariant", batch_invariant)
+        self._pad_is_text = check_flag(name, "pad_is_text", pad_is_text)
+        unwanted = set(token_list(name, "never", never, vocab_size))
+        unwanted |= {mask_token_id} if mask_token_id < vocab_size else set()
         self.never: Tensor
         self.register_buffer("never", torch.tensor(sorted(unwanted), dtype=torch.int64), persistent=False)
 
     @property
     def batch_invariant(self) -> bool:
         return self._batch_invariant
+
+    def permitting(self, tokens: Iterable[int]) -> Self:
+        """The same model, of the same network, that may write some of the tokens in `never`.
+
+        Raises:
+            ValueError: for the mask token, and for what is no token.
+        """
+        name = type(self).__name__
+        wanted = token_list(name, "tokens", tokens, self.vocab_size)
+        if self.mask_token_id in wanted:
+            raise ValueError(f"{name}: tokens must be others than the mask token {self.mask_token_id}, got {wanted}")
+        other = copy.copy(self)
+        left = ~torch.isin(self.never, torch.tensor(wanted, dtype=torch.int64, device=self.never.device))
+        other._buffers = {**self._buffers, "never": self.never[left]}
+        return other
+
+    def visible(self, tokens: Tensor) -> Tensor:
+        """Which positions of tokens [B, N] are not padding, as far as the tokens tell: [B, N] bool."""
+        if self.pad_token_id is None or self.pad_token_id == self.mask_token_id or self._pad_is_text:
+            return torch.ones_like(tokens, dtype=torch.bool)
+        return tokens != self.pad_token_id
 
     def run(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and hidden state [B, N, D] of the network itself.
@@ -70,16 +112,16 @@ class SequenceModel(nn.Module):
 
         Args:
             tokens: [B, N] int64, on any device.
-            attention_mask: [B, N] bool, False at padding, on either side or both; None: padding is where the pad
-                token is.
+            attention_mask: [B, N] bool, False at padding, on either side or both; None: see `visible`.
 
         Returns:
             logits [B, N, V], -inf at tokens that are never decoded, and hidden [B, N, D]; both 0 at padding, and on
             the device of the tokens.
 
         Raises:
-            ValueError: for other shapes or dtypes, tokens outside of the vocabulary, a sequence that is too long, or
-                an attention mask with gaps.
+            TypeError: for what is no tensor.
+            ValueError: for other shapes or dtypes, tokens outside of the vocabulary, a sequence that is too long, an
+                attention mask with gaps, or a network that does not answer for every position.
         """
 
         def answer(part: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -95,50 +137,76 @@ class SequenceModel(nn.Module):
         attention_mask: Tensor | None,
     ) -> tuple[Tensor, ...]:
         """Call `answer` on sequences without padding around them; put its tensors together to [B, N, ...]."""
-        asked = tokens.device
         visible = self._checked(tokens, attention_mask).to(self.never.device)
-        tokens = tokens.to(self.never.device)
+        asked, tokens = tokens.device, tokens.to(self.never.device)
         lengths = visible.sum(dim=1)
         first = visible.int().argmax(dim=1)
-        every = torch.arange(len(tokens), device=tokens.device)
         fields: tuple[Tensor, ...] = ()
-        for rows in every.split(1 if self.batch_invariant else len(tokens)):
-            # A sequence of nothing but padding runs as one pad token, whose answer is not kept.
-            places = torch.arange(max(int(lengths[rows].max()), 1), device=tokens.device)
-            inside = places < lengths[rows, None]
-            columns = (first[rows, None] + places).clamp(max=tokens.shape[1] - 1)
-            part = tokens[rows[:, None], columns]
-            if bool(inside.all()):
-                answers = answer(part, None)
-            else:
-                pad = 0 if self.pad_token_id is None else self.pad_token_id
-                answers = answer(part.masked_fill(~inside, pad), inside)
-            if not fields:
-                fields = tuple(field.new_zeros(*tokens.shape, *field.shape[2:]) for field in answers)
-            for whole, field in zip(fields, answers, strict=True):
-                whole[rows[:, None].expand_as(columns)[inside], columns[inside]] = field[inside]
+        with evaluating(self):
+            for rows in self._batches(lengths):
+                # A sequence of nothing but padding runs as one pad token, whose answer is not kept.
+                places = torch.arange(max(int(lengths[rows].max()), 1), device=tokens.device)
+                inside = places < lengths[rows, None]
+                columns = (first[rows, None] + places).clamp(max=tokens.shape[1] - 1)
+                part = tokens[rows[:, None], columns]
+                if bool(inside.all()):
+                    answers = answer(part, None)
+                else:
+                    answers = answer(part.masked_fill(~inside, self._filler), inside)
+                self._check_answers(answers, part)
+                if not fields:
+                    fields = tuple(field.new_zeros(*tokens.shape, *field.shape[2:]) for field in answers)
+                for whole, field in zip(fields, answers, strict=True):
+                    whole[rows[:, None].expand_as(columns)[inside], columns[inside]] = field[inside]
         return tuple(field.to(asked) for field in fields)
+
+    def _batches(self, lengths: Tensor) -> Sequence[Tensor]:
+        """The rows that run together."""
+        every = torch.arange(len(lengths), device=lengths.device)
+        if self.batch_invariant:
+            return [row.unsqueeze(0) for row in every]
+        present = lengths.unique()
+        if len(present) == 1 or self._ignores_padding:
+            return (every,)
+        return [every[lengths == length] for length in present]
+
+    @property
+    def _filler(self) -> int:
+        """What stands at padding within a batch."""
+        return self.pad_token_id if self.pad_token_id is not None and 0 <= self.pad_token_id < self.vocab_size else 0
+
+    @functools.cached_property
+    def _ignores_padding(self) -> bool:
+        """Whether the network answers a sequence alike with padding behind it, up to rounding."""
+        text = next(token for token in range(3) if token not in (self.mask_token_id, self._filler))
+        tokens = torch.tensor([[text, self.mask_token_id] * 2], device=self.never.device)
+        padded = torch.cat([tokens, torch.full_like(tokens, self._filler)], dim=1)
+        try:
+            alone, _ = self.run(tokens, None)
+            beside, _ = self.run(padded, torch.arange(8, device=tokens.device).unsqueeze(0) < 4)
+        except (TypeError, ValueError, RuntimeError, IndexError, AssertionError):  # a network that refuses the mask
+            return False
+        tolerance = 1e-4 if alone.dtype.itemsize >= 4 else 2e-2  # two orders of the same sums
+        return bool((alone - beside[:, :4]).abs().max() <= tolerance * alone.abs().max())
+
+    def _check_answers(self, answers: Sequence[Tensor], tokens: Tensor) -> None:
+        for field in answers:
+            if field.shape[:2] != tokens.shape:
+                raise ValueError(
+                    f"{type(self).__name__}: the network must answer for every position of tokens "
+                    f"{tuple(tokens.shape)}, got {check.describe(field)}"
+                )
 
     def _checked(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Which positions are visible: [B, N] bool."""
         name = type(self).__name__
-        if tokens.ndim != 2 or tokens.dtype != torch.int64 or not tokens.numel():
-            raise ValueError(f"{name}: tokens must be [B, N] int64, got shape {tuple(tokens.shape)} {tokens.dtype}")
+        check_tokens(name, tokens, attention_mask)
+        if not tokens.numel():
+            raise ValueError(f"{name}: tokens must be [B, N] with B and N at least 1, got {check.describe(tokens)}")
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= max(self.vocab_size, self.mask_token_id + 1):
             raise ValueError(f"{name}: tokens must lie in 0..{self.vocab_size - 1}, got {least}..{most}")
-        if attention_mask is None:
-            if self.pad_token_id is None or self.pad_token_id == self.mask_token_id:
-                visible = torch.ones_like(tokens, dtype=torch.bool)
-            else:
-                visible = tokens != self.pad_token_id
-        elif attention_mask.shape != tokens.shape or attention_mask.dtype != torch.bool:
-            raise ValueError(
-                f"{name}: attention_mask must be {tuple(tokens.shape)} bool like tokens, "
-                f"got shape {tuple(attention_mask.shape)} {attention_mask.dtype}"
-            )
-        else:
-            visible = attention_mask
+        visible = self.visible(tokens) if attention_mask is None else attention_mask
         longest = int(visible.sum(dim=1).max())
         if self.max_length is not None and longest > self.max_length:
             raise ValueError(f"{name}: a sequence may have at most {self.max_length} tokens, got {longest}")
@@ -149,3 +217,23 @@ class SequenceModel(nn.Module):
                 f"{name}: padding must be at the ends of a sequence, sequence {row} has some in the middle"
             )
         return visible
+
+
+def check_layers(owner: str, layers: int | Sequence[int]) -> tuple[int, ...]:
+    """One or several numbers of layers as a tuple.
+
+    Raises:
+        TypeError: for what are no integers.
+    """
+    chosen = (layers,) if isinstance(layers, int | str) or not isinstance(layers, Iterable) else tuple(layers)
+    for layer in chosen:
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise TypeError(f"{owner}: layers must be a number or several, got {check.describe(layer)}")
+    return chosen
+
+
+def nameless(tokenizer: Any, vocab_size: int) -> set[int]:
+    """The numbers below `vocab_size` that stand for no token of a tokenizer, whose numbers may have gaps."""
+    names = getattr(tokenizer, "get_vocab", None)
+    known = range(len(tokenizer)) if names is None else names().values()
+    return set(range(vocab_size)).difference(known)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from mdmi_fast.models.call import call_model
+
 Floats = NDArray[np.float64]
 
 
@@ -48,7 +50,7 @@ def surprise(
         for part in parts:
             judged = torch.tensor(part, device=tokens.device) + len(judge.tokenizer.before)
             masked = tokens.index_fill(1, judged, judge.mask_token_id)
-            logp = judge(masked).logits[0].double().log_softmax(dim=-1)
+            logp = call_model("surprise", judge, masked).logits[0].double().log_softmax(dim=-1)
             total -= float(logp[judged, tokens[0, judged]].sum())
         found[number] = total / sum(map(len, parts))
     return found

@@ -27,6 +27,7 @@ from torch import Tensor
 from mdmi_fast import ops
 from mdmi_fast.decoding.policies.base import Step
 from mdmi_fast.decoding.policies.mutual_information import MISource, pairwise_mi
+from mdmi_fast.models.call import call_model
 from mdmi_fast.ops import TokenStats
 
 CALIBRATION_EDGES = (0.1, 0.5, 1.0)
@@ -71,7 +72,8 @@ def audit_position(
 
     def logits(states: Tensor) -> Tensor:
         assert step.model is not None
-        return (step.model(states) if visible is None else step.model(states, visible.expand_as(states))).logits
+        shown = None if visible is None else visible.expand_as(states)
+        return call_model("audit_position", step.model, states, shown).logits
 
     probability = logits(tokens.unsqueeze(0))[0, position].float().softmax(dim=-1)
     weight, value = probability.topk(min(_VALUES, int((probability > 0).sum())))

@@ -30,6 +30,7 @@ from mdmi_fast.decoding.policies.base import checked_pass, checked_policy, check
 from mdmi_fast.decoding.randomness import draw_seeds
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.call import call_model, visible_positions
 from mdmi_fast.ops import Selection, TokenStats
 from mdmi_fast.watch.audit import AuditBlock, MovementBlock, Reveal, audit_position
 from mdmi_fast.watch.evidence import Evidence
@@ -527,16 +528,24 @@ def read_state(path: Path) -> tuple[_State, float]:
 
 
 def pseudo_likelihood(
-    model: MaskedModel, tokens: Tensor, decoded: Tensor, *, positions: int = 8, generator: torch.Generator | None = None
+    model: MaskedModel,
+    tokens: Tensor,
+    decoded: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    positions: int = 8,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """How well each sequence fits the model itself: exp(mean log p(x_i | all others)), over a few decoded positions.
 
     A quality for `Guard.finish` where the task has no score of its own. One forward pass a position.
 
     Args:
-        model: the masked model.
+        model: the masked model. One that ends sequences by stop tokens which it never writes by itself must permit them
+            here as well, `model.permitting(stop_tokens)`, or it holds them for impossible.
         tokens: [B, N] int64, decoded.
         decoded: [B, N] bool, the positions that were masked at first.
+        attention_mask: [B, N] bool, False at padding; None: as for `decode`, of these tokens.
         positions: drawn in each sequence, with replacement.
         generator: of the draw.
 
@@ -549,6 +558,8 @@ def pseudo_likelihood(
     if not len(rows):
         return total.exp()
     seeds = draw_seeds(positions, generator, tokens.device).tolist()
+    visible = visible_positions(model, tokens, attention_mask)
+    visible = None if visible is None else visible[rows]
     for seed in seeds:
         source = torch.Generator().manual_seed(seed)
         luck = torch.rand(decoded.shape, generator=source, dtype=torch.float32, device="cpu").to(tokens.device)
@@ -557,7 +568,7 @@ def pseudo_likelihood(
         hidden_token = states.gather(1, at.unsqueeze(-1)).squeeze(-1)
         states.scatter_(1, at.unsqueeze(-1), model.mask_token_id)
         with torch.no_grad():
-            logits = model(states).logits
+            logits = call_model("pseudo_likelihood", model, states, visible).logits
         chosen = logits[torch.arange(len(rows), device=tokens.device), at].double().log_softmax(dim=-1)
         total[rows] += chosen.gather(1, hidden_token.unsqueeze(-1)).squeeze(-1)
     return (total / positions).exp()

@@ -384,7 +384,7 @@ def _ascending(key: Tensor, mask: Tensor) -> Tensor:
 
 def _first_of(order: Tensor, count: Tensor | int) -> Tensor:
     """[B, N] bool: the first `count` positions of an order."""
-    limit = count.unsqueeze(-1) if isinstance(count, Tensor) else count
+    limit = count.unsqueeze(-1) if isinstance(count, Tensor) else min(count, order.shape[1])
     taken = torch.arange(order.shape[1], device=order.device) < limit
     return torch.zeros(order.shape, dtype=torch.bool, device=order.device).scatter_(-1, order, taken.expand_as(order))
 

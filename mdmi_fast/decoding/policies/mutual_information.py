@@ -222,7 +222,9 @@ class _PairRule(Rule):
         if self.lazy == 0 and self.most is None:
             return self._with_source(stats, hidden, mask, step, known)
         count = mask.sum(dim=-1, keepdim=True)
-        without = count <= self.lazy if self.most is None else (count <= self.lazy) | (count > self.most)
+        without = count <= min(self.lazy, mask.shape[1])
+        if self.most is not None:
+            without |= count > min(self.most, mask.shape[1])
         bounded = self._apply(stats, _most_mi(stats.entropy, mask & without), mask & without, step)
         if bool(without.all()):
             return bounded
@@ -410,7 +412,7 @@ class Coloring(Rule):
         group, age = memory.get(self, fresh)
         outdated = (mask & (group < 0)).any(dim=-1)
         if self.replan is not None:
-            outdated |= age >= self.replan
+            outdated |= age >= min(self.replan, torch.iinfo(torch.int32).max)
         notes = step.notes
         if notes is not None:
             notes["mi"] = pairwise_mi(self.mi, hidden, mask, step)

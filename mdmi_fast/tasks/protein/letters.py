@@ -41,6 +41,10 @@ class LetterTokenizer:
     def __len__(self) -> int:
         return max(self._letter) + 1
 
+    def get_vocab(self) -> dict[str, int]:
+        """Letter to token, without the special tokens that no letter stands for."""
+        return dict(self._token)
+
     def encode(self, texts: Sequence[str]) -> Tensor:
         """Tokens [B, N] int64 of texts, shorter ones padded on the right.
 
