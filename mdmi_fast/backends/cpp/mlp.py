@@ -18,7 +18,7 @@ def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]
 
 
 def mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    empty, zero = torch.empty(0, dtype=torch.float32, device="cpu"), torch.zeros((), device="cpu")
+    empty, zero = torch.empty(0, dtype=torch.float32, device="cpu"), torch.zeros((), dtype=torch.float32, device="cpu")
     network = prepare_pairwise(PairNetwork(weights, biases, empty, zero), "fp32")
     result = torch.empty(*x.shape[:-1], weights[-1].shape[1], dtype=torch.float32, device="cpu")
     x, (address, _, (inner, outer_stride, inner_stride)) = rows_of(x.float())
