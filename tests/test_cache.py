@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -103,6 +103,32 @@ def test_cached_selections_are_the_same_bit_for_bit(store: Store, policy: MIBudg
     assert counts.read_bytes > 0
     assert counts.written_bytes > 0
     assert counts.seconds > 0
+
+
+class Permitting(Counted):
+    """Never writes token 2, unless it is asked to."""
+
+    never: tuple[int, ...] = (2,)
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        logits, hidden = super().__call__(tokens)
+        return MaskedOutput(logits.index_fill(-1, torch.tensor(self.never, dtype=torch.int64), -torch.inf), hidden)
+
+    def permitting(self, tokens: Sequence[int]) -> Permitting:
+        other = Permitting(self.joint)
+        other.never = tuple(token for token in self.never if token not in tokens)
+        return other
+
+
+def test_what_a_decode_may_write_makes_another_entry() -> None:
+    model, cache = Permitting(counted_model().joint), Cache(MemoryStore())
+    policy = MIBudget(Probing(), gamma=0.3, entropy_weight=0.0)
+    cached = MIBudget(CachedMI(Probing(), model, cache), gamma=0.3, entropy_weight=0.0)
+    for options in ({}, {"stop_tokens": [2]}, {}, {"stop_tokens": [1]}, {"stop_tokens": [2]}):
+        plain, found = (decode(model, STATES[:2], each, trace=True, **options) for each in (policy, cached))
+        assert found.tokens.equal(plain.tokens)
+        for one, other in zip(found.trace or [], plain.trace or [], strict=True):
+            assert one.spent.equal(other.spent)
 
 
 def test_every_part_of_the_key_makes_another_entry() -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from mdmi_fast.cli import main
-from mdmi_fast.models import MaskedOutput
+from mdmi_fast.models import MaskedOutput, load_model
 from mdmi_fast.tasks.sudoku.puzzles import format_line, validation_puzzles
 
 Run = Callable[..., tuple[int, str, str]]
@@ -34,8 +35,9 @@ class FourTokens:
 
 @pytest.fixture
 def run(run: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command with that model, whatever --model says."""
-    monkeypatch.setattr("mdmi_fast.models.load_model", lambda name: FourTokens())
+    """Runs a command with that model where --model says "any"."""
+    known = load_model
+    monkeypatch.setattr("mdmi_fast.models.load_model", lambda name: FourTokens() if name == "any" else known(name))
     return run
 
 
@@ -209,6 +211,126 @@ def test_streams_and_files_decode_alike(run: Run, tmp_path: Path, monkeypatch: p
     assert err.startswith("<stdin>:9: not JSON")
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert run(*drawn)[2] == "-: holds no sequences\n"
+
+
+# --- padding, and stop tokens, of a model as users have it
+
+PAD, SEP = 0, 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A BERT whose pad token also ends texts. It knows tokens 0 to 9, and likes 3 best."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    roles = {"pad_token_id": PAD, "eos_token_id": PAD, "cls_token_id": 2, "sep_token_id": SEP, "mask_token_id": 4}
+    network = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **roles, vocab_size=10))
+    with torch.no_grad():
+        network.cls.predictions.bias[SEP] = 50.0
+        network.cls.predictions.bias[PAD] = 3.0
+    network.save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def test_a_stop_token_ends_what_a_model_cannot_end_by_itself(run: Run, folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(lines_of({"tokens": [2, 5, 4, 4, 4, 4]}))
+    decode = ("decode", "--model", f"hf:{folder}", "--policy", "topk:1", "--data", data)
+    found = json.loads(run(*decode, "--stop", SEP)[1])
+    assert (found["tokens"], found["passes"]) == ([2, 5, 3, 3, 3, 3], 1)
+    assert SEP not in json.loads(run(*decode)[1])["tokens"]
+    tune = ("tune", "--model", f"hf:{folder}", "--data", data, "--target", "2x", "--policies", "topk:2")
+    code, out, err = run(*tune, "--stop", SEP)
+    assert code == 0, err
+    assert "1.0000 (1.0000..1.0000)" in out.splitlines()[1]  # it does like what it was permitted
+
+
+def test_a_line_says_where_its_padding_is(run: Run, folder: Path, tmp_path: Path) -> None:
+    data, bare = tmp_path / "data.jsonl", tmp_path / "bare.jsonl"
+    text = [2, 5, 4, 4, 4, 7]
+    ended = [*text, PAD]
+    data.write_text(
+        lines_of(
+            {"tokens": [PAD, PAD, *text], "attention_mask": [0, 0, 1, 1, 1, 1, 1, 1]},
+            {"tokens": [*text, PAD, PAD], "attention_mask": [True] * 6 + [False] * 2, "options": {"seed": 1}},
+            {"tokens": ended, "attention_mask": [1] * 7},
+            {"tokens": ended},
+            {"tokens": text, "attention_mask": None},
+        )
+    )
+    bare.write_text(
+        lines_of({"tokens": text}, {"tokens": text, "options": {"seed": 1}}, {"tokens": ended}, {"tokens": ended})
+    )
+    decode = ("decode", "--model", f"hf:{folder}?never=4", "--policy", "topk:1", "--temperature", 40)
+    found = [json.loads(line) for line in run(*decode, "--data", data)[1].splitlines()]
+    expected = [json.loads(line)["tokens"] for line in run(*decode, "--data", bare)[1].splitlines()]
+    assert [row["tokens"] for row in found[:4]] == [
+        [PAD, PAD, *expected[0]],
+        [*expected[1], PAD, PAD],
+        expected[2],
+        expected[3],
+    ]
+    assert found[0]["attention_mask"] == [0, 0, 1, 1, 1, 1, 1, 1]  # a line keeps what it held
+
+
+def test_every_command_that_reads_sequences_leaves_padding_out(folder: Path, tmp_path: Path) -> None:
+    from mdmi_fast.labels import stream_labels
+    from mdmi_fast.maps import MIMap
+
+    data, bare = tmp_path / "data.jsonl", tmp_path / "bare.jsonl"
+    text = [2, 5, 4, 4, 4, 7]
+    data.write_text(lines_of({"tokens": [PAD, *text, PAD], "attention_mask": [0] + [1] * 6 + [0]}))
+    bare.write_text(lines_of({"tokens": text}))
+    model = ("--model", f"hf:{folder}")
+    for source in (data, bare):
+        assert main(["label", *model, "--data", str(source), "--out", str(tmp_path / source.stem)]) == 0
+        chart = ["map", *model, "--data", str(source), "--probe", "--formats", "npz"]
+        assert main([*chart, "--out", str(tmp_path / f"map-{source.stem}")]) == 0
+    (here,), (there,) = (list(stream_labels(tmp_path / name)) for name in ("data", "bare"))
+    assert here.tokens.tolist() == text
+    assert here.mi["joint"].equal(there.mi["joint"])
+    padded, plain = (MIMap.load(tmp_path / f"map-{name}.npz").mi for name in ("data", "bare"))
+    assert padded[1:7, 1:7].equal(plain)
+    assert not padded[0].any()
+    assert not padded[7].any()
+
+
+def test_tune_hides_the_padding_of_lines(run: Run, folder: Path, tmp_path: Path) -> None:
+    data, bare = tmp_path / "data.jsonl", tmp_path / "bare.jsonl"
+    texts = [[2, 5, 4, 4, 4, 7], [2, 4, 4, 7]]
+    data.write_text(lines_of(*({"tokens": [*text, PAD], "attention_mask": [1] * len(text) + [0]} for text in texts)))
+    bare.write_text(lines_of(*({"tokens": text} for text in texts)))
+    tune = ("tune", "--model", f"hf:{folder}", "--target", "2x", "--policies", "topk:2", "--temperature", 1)
+    rows = [
+        [line.rpartition(" ")[0] for line in run(*tune, "--data", source)[1].splitlines()[1:3]]
+        for source in (data, bare)
+    ]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([1], '"attention_mask" must be as long as "tokens", 3, got 1'),
+        ([1, 1, 2], '"attention_mask" must be a list of 0 (padding) and 1, or of false and true'),
+        ([1, 1, 1.0], '"attention_mask" must be a list of 0 (padding) and 1'),
+        ("110", '"attention_mask" must be a list of 0 (padding) and 1'),
+        (1, '"attention_mask" must be a list of 0 (padding) and 1'),
+        ([1, 0, 1], '"attention_mask" must hide positions at the ends only, and not all of them'),
+        ([0, 0, 0], '"attention_mask" must hide positions at the ends only, and not all of them'),
+    ],
+)
+def test_an_attention_mask_that_no_line_can_have_is_named_with_it(
+    run: Run, tmp_path: Path, mask: Any, message: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(lines_of({"tokens": [4]}, {"tokens": [4, 4, 1], "attention_mask": mask}))
+    for command in ("decode", "tune", "label"):
+        options = {"decode": (), "tune": ("--target", "2x"), "label": ("--out", tmp_path / "out")}[command]
+        policy = ("--policy", "topk:1") if command == "decode" else ()
+        code, out, err = run(command, "--model", "any", "--data", data, *policy, *options)
+        assert (code, out) == (1, "")
+        assert err.startswith(f"{data}:2: {message}")
 
 
 # --- tune

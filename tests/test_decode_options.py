@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -389,6 +390,98 @@ def test_blocks_open_one_after_the_other_from_the_first_masked_position() -> Non
     assert decode(Chains(), tokens, TopK(9), block_size=99).passes.tolist() == [1]
 
 
+class Ruling(Fixed):
+    """Never writes some tokens, and says so."""
+
+    def __init__(self, probabilities: Tensor, never: list[int]) -> None:
+        super().__init__(probabilities)
+        self.never = never
+        self.logits[never] = -torch.inf
+
+
+class Permitting(Ruling):
+    """Writes some of them when it is asked."""
+
+    def __init__(self, probabilities: Tensor, never: list[int]) -> None:
+        super().__init__(probabilities, never)
+        self.probabilities = probabilities
+
+    def permitting(self, tokens: Sequence[int]) -> Permitting:
+        return Permitting(self.probabilities, [token for token in self.never if token not in tokens])
+
+
+def test_stop_tokens_that_a_model_never_writes_have_to_be_permitted() -> None:
+    probabilities, tokens = torch.tensor([0.1, 0.2, 0.1, 0.6]), torch.zeros(1, 3, dtype=torch.int64)
+    model = Permitting(probabilities, [0, 3])
+    assert decode(model, tokens, TopK(1)).tokens.tolist() == [[1, 1, 1]]
+    result = decode(model, tokens, TopK(1), stop_tokens=[3])
+    assert (result.tokens.tolist(), result.passes.tolist()) == ([[3, 3, 3]], [1])
+    assert decode(model, tokens, TopK(1), stop_tokens=[2]).tokens.tolist() == [[1, 1, 1]]  # 3 is none of them
+    with pytest.raises(
+        ValueError, match=r"stop_tokens must be .* got \[3\], which are in the attribute never of Ruling"
+    ):
+        decode(Ruling(probabilities, [0, 3]), tokens, TopK(1), stop_tokens=[1, 3])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_tokens": [1, 2], "suppressed": [2, 4]}, r"stop_tokens must not be suppressed, got \[2\] in both"),
+        ({"stop_tokens": [0]}, r"stop_tokens must not hold the mask token 0, got \[0\]"),
+        (
+            {"allowed": torch.arange(5) == 3},
+            r"allowed must leave .* sequence 0, position 1, got \[3\], of which never of Permitting \[3\] cannot be written$",
+        ),
+        (
+            {"allowed": torch.tensor([[1] * 5, [0, 0, 1, 1, 0], [1] * 5]) > 0, "suppressed": [2]},
+            r"at sequence 0, position 1, got \[2, 3\], of which suppressed \[2\], never of Permitting \[3\] cannot",
+        ),
+        ({"allowed": torch.arange(5) == 0}, r"got \[0\], of which .* the mask token \[0\] cannot be written"),
+        ({"allowed": torch.zeros(5, dtype=torch.bool)}, r"got \[\]$"),
+        ({"suppressed": [1, 2, 4]}, r"suppressed must leave a token to write at .*, got \[0, 1, 2, 3, 4\], of which"),
+    ],
+)
+def test_arguments_that_contradict_each_other_or_the_model_are_named(options: dict[str, Any], message: str) -> None:
+    model, tokens = Permitting(torch.ones(5) / 5, [0, 3]), torch.tensor([[1, 0, 1]])
+    with pytest.raises(ValueError, match=message):
+        decode(model, tokens, TopK(1), **options)
+    assert decode(model, tokens[:, :1], TopK(1), suppressed=[1, 2, 4]).passes.tolist() == [0]  # nothing to write there
+
+
+def test_a_set_may_demand_a_stop_token() -> None:
+    model, tokens = Permitting(torch.ones(5) / 5, [0, 3]), torch.zeros(1, 2, dtype=torch.int64)
+    allowed = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 1, 0]], dtype=torch.bool)
+    assert decode(model, tokens, TopK(2), allowed=allowed, stop_tokens=[3]).tokens.tolist() == [[2, 3]]
+
+
+def test_sets_are_searched_in_tiles_and_once_where_they_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = Permitting(torch.ones(5) / 5, [0, 3]), torch.zeros(4, 3, dtype=torch.int64)
+    allowed = torch.ones(4, 3, 5, dtype=torch.bool)
+    allowed[2, 1] = torch.arange(5) == 3
+    monkeypatch.setattr(vocabulary, "_TILE", 20)
+    with pytest.raises(ValueError, match=r"at sequence 2, position 1, got \[3\]"):
+        decode(model, tokens, TopK(1), allowed=allowed)
+    narrow = torch.ones(1, 1, 5, dtype=torch.bool).expand(4, 3, 5)
+    assert decode(model, tokens, TopK(3), allowed=narrow).passes.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("size", [2**31, 2**63, 2**70])
+def test_numbers_larger_than_there_is_of_anything_mean_all_of_it(size: int) -> None:
+    tokens, seeds = torch.full((2, 4), MASK), torch.arange(2)
+
+    def found(policy: Policy, **options: Any) -> tuple[list[list[int]], list[int]]:
+        result = decode(chain(4), tokens, policy, seeds=seeds, **options)
+        return result.tokens.tolist(), result.passes.tolist()
+
+    assert found(TopK(4), block_size=size) == found(TopK(4))
+    assert found(TopK(2), temperature=1.0, top_k=size) == found(TopK(2), temperature=1.0)
+    assert found(TopK(4), verify=True, revisions=size) == found(TopK(4), verify=True, revisions=99)
+    assert found(TopK(size)) == found(TopK(4))
+    assert found(Random(size)) == found(Random(4))
+    assert found(MIBudget(Probing(), 0.1, lazy=size, most=size)) == found(MIBudget(Probing(), 0.1, lazy=4))
+    assert found(Coloring(Probing(), 0.1, replan=size)) == found(Coloring(Probing(), 0.1))
+
+
 # --- second thoughts
 
 
@@ -496,10 +589,28 @@ def test_large_draws_are_made_in_tiles() -> None:
         ({"block_size": 0}, "block_size must be"),
         ({"remask_below": 1.5}, "remask_below must be a probability"),
         ({"revisions": -1}, "revisions must be"),
+        ({"temperature": 10**400}, "temperature must be a number that float64 can hold"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
+        decode(chain(2), torch.full((1, 2), MASK), Sequential(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": True}, "temperature must be a number, got True"),
+        ({"gumbel": "no"}, "gumbel must be True or False, got 'no'"),
+        ({"verify": 1}, "verify must be True or False, got 1"),
+        ({"trace": None}, "trace must be True or False, got None"),
+        ({"block_size": True}, "block_size must be an int, got True"),
+        ({"stop_tokens": [True]}, "stop_tokens must be a sequence of tokens, which are integers"),
+        ({"suppressed": "12"}, "suppressed must be a sequence of tokens, which are integers"),
+    ],
+)
+def test_options_of_another_kind_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
         decode(chain(2), torch.full((1, 2), MASK), Sequential(), **options)
 
 

@@ -107,6 +107,24 @@ def test_tokens_of_fair_esm_that_are_no_residue_are_never_decoded() -> None:
     assert [alphabet.get_tok(token) for token in never] == ["<cls>", "<pad>", "<eos>", "<unk>", "<null_1>", "<mask>"]
 
 
+def test_a_table_of_positions_of_fair_esm_has_an_end() -> None:
+    from argparse import Namespace
+
+    from esm.model.esm1 import ProteinBertModel
+
+    alphabet = Alphabet.from_architecture("ESM-1b")
+    sizes = {"layers": 1, "embed_dim": 8, "ffn_embed_dim": 8, "attention_heads": 2, "max_positions": 20}
+    switches = {"emb_layer_norm_before": True, "token_dropout": True, "final_bias": True}
+    model = FairESMModel(
+        ProteinBertModel(Namespace(arch="roberta_large", **sizes, **switches), alphabet).eval(), alphabet
+    )
+    assert model.max_length == 20
+    assert model(torch.full((1, 20), 5)).logits.isfinite().any()
+    with pytest.raises(ValueError, match="at most 20 tokens, got 21"):
+        model(torch.full((1, 21), 5))
+    assert FairESMModel(*tiny_esm2()).max_length is None
+
+
 @pytest.mark.parametrize(("kind", "known"), [("esmc", r"-1\.\.1"), ("fair-esm", r"-3\.\.2")])
 def test_unknown_layers_name_those_that_exist(kind: str, known: str) -> None:
     with pytest.raises(ValueError, match=f"layers must lie in {known}, got"):

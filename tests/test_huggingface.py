@@ -19,15 +19,19 @@ from mdmi_fast import (
     MIBudget,
     MIThreshold,
     PairwiseMIEstimator,
+    Probing,
+    Random,
     Sequential,
     TopK,
     decode,
+    label_mi,
     load_model,
     ops,
 )
 from mdmi_fast.decoding import AttentionGraph, Policy, Stability
 from mdmi_fast.models.huggingface import HuggingFaceModel
 from mdmi_fast.models.identity import identity
+from mdmi_fast.tasks.protein.letters import LetterTokenizer
 
 V, MASK, PAD, START, END = 30, 4, 0, 2, 3
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": V}
@@ -541,3 +545,213 @@ def test_running_a_batch_at_once_makes_no_other_model() -> None:
     exact, fast = (HuggingFaceModel(network, batch_invariant=value) for value in (True, False))
     assert identity(exact) == identity(fast)
     assert (exact.batch_invariant, fast.batch_invariant) == (True, False)
+
+
+def answering(token: int, architecture: str = "bert", **options: Any) -> HuggingFaceModel:
+    """A model that would write one token everywhere, if it may."""
+    network: Any = tiny(architecture)
+    with torch.no_grad():
+        network.cls.predictions.bias[token] = 50.0
+    return HuggingFaceModel(network, **options)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        (Sequential(), {}),
+        (TopK(2), {"temperature": 1.0}),
+        (TopK(2), {"verify": True}),
+        (MIBudget(Probing(), 0.1), {}),
+        (Stability(0.1), {"temperature": 0.7}),
+    ],
+)
+def test_a_stop_token_that_the_model_never_writes_by_itself_ends_a_sequence(policy: Policy, options: Any) -> None:
+    model = answering(END)
+    assert END in model.never
+    tokens = torch.tensor([[START, 5, MASK, MASK, MASK, MASK]])
+    assert END not in decode(model, tokens, policy, **options).tokens
+    result = decode(model, tokens, policy, stop_tokens=[END], trace=True, **options)
+    assert result.tokens.tolist() == [[START, 5, END, END, END, END]]
+    assert END in model.never  # what the caller holds is as it was
+    assert model(tokens).logits[..., END].eq(-torch.inf).all()
+
+
+def test_a_model_that_permits_tokens_is_the_same_network(model: HuggingFaceModel) -> None:
+    before, tokens = identity(model), sentences(2, 7)
+    with torch.no_grad():
+        raw = torch.cat([model.network(input_ids=row[None]).logits for row in tokens])
+    permitting = model.permitting([END, 9])
+    assert permitting.network is model.network
+    assert permitting.never.tolist() == [token for token in model.never.tolist() if token != END]
+    assert permitting(tokens).logits[..., END].equal(raw[..., END])
+    assert permitting.token_stats(tokens).stats.entropy.allclose(ops.token_stats(permitting(tokens).logits).entropy)
+    assert identity(model) == before
+    with pytest.raises(ValueError, match=f"tokens must be others than the mask token {MASK}, got"):
+        model.permitting([MASK])
+    with pytest.raises(ValueError, match=rf"tokens must be tokens in 0\.\.{V - 1}, got {V}"):
+        model.permitting([V])
+
+
+def test_numbers_between_the_tokens_stand_for_nothing(tmp_path: Path) -> None:
+    """Where a line of a vocabulary stands twice, its first number names no token, and the last token is beyond the count."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "twice", *"abcdefg", "twice", *"hijklmno", "last"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    tokenizer = transformers.BertTokenizer(str(tmp_path / "vocab.txt"))
+    dead, last = words.index("twice"), len(words) - 1
+    assert tokenizer.convert_tokens_to_ids("last") == last == len(tokenizer)
+    model = HuggingFaceModel(tiny("bert"), tokenizer)
+    assert model.never.tolist() == [0, 1, 2, 3, 4, dead, *range(len(words), V)]
+    letters = LetterTokenizer("ACD", first=5, mask=12, pad=0)
+    assert HuggingFaceModel(tiny("bert"), letters).never.tolist() == [0, 1, 2, 3, 4, *range(8, V)]
+
+
+def test_a_tokenizer_that_only_counts_its_tokens_is_believed() -> None:
+    class Counting:
+        mask_token_id, pad_token_id, all_special_ids = MASK, PAD, (PAD, MASK)
+
+        def __len__(self) -> int:
+            return 25
+
+    assert HuggingFaceModel(tiny("bert"), Counting()).never.tolist() == [PAD, MASK, *range(25, V)]
+
+
+def ending_in_its_pad_token() -> HuggingFaceModel:
+    configuration = CONFIGURATIONS["bert"]()
+    configuration.eos_token_id = PAD
+    torch.manual_seed(0)
+    network = transformers.BertForMaskedLM(configuration).eval()
+    with torch.no_grad():
+        network.cls.predictions.bias[PAD] = 3.0
+    return HuggingFaceModel(network, never=[MASK])
+
+
+def test_a_pad_token_that_ends_texts_too_is_padding_only_where_a_mask_says_so() -> None:
+    model = ending_in_its_pad_token()
+    tokens = torch.tensor([[START, 5, MASK, MASK, 7, PAD]])
+    with torch.no_grad():
+        raw = model.network(input_ids=tokens).logits
+    assert model(tokens).logits[..., 5:].equal(raw[..., 5:])
+    visible = torch.tensor([[True] * 5 + [False]])
+    assert model(tokens, visible).logits[:, :5].equal(model(tokens[:, :5]).logits)
+    assert not model(tokens, visible).logits[:, :5].equal(model(tokens).logits[:, :5])
+
+
+def test_a_model_may_write_its_pad_token_while_it_decodes_or_is_probed() -> None:
+    tokens = torch.tensor([[START, 5, MASK, MASK, MASK, MASK, 7, PAD]])
+    plain = HuggingFaceModel(tiny("bert"), never=[MASK])  # here the last token is padding
+    with torch.no_grad():
+        plain.network.cls.predictions.bias[PAD] = 3.0  # type: ignore[union-attr, index]
+    for model, length in ((ending_in_its_pad_token(), 8), (plain, 7)):
+        visible = torch.arange(8).unsqueeze(0) < length
+        written = decode(model, tokens, TopK(1), temperature=1.0, seeds=torch.tensor([3]))
+        assert PAD in written.tokens[0, 2:6]
+        told = decode(model, tokens, TopK(1), temperature=1.0, seeds=torch.tensor([3]), attention_mask=visible)
+        assert written.tokens.equal(told.tokens)
+        assert label_mi(model, tokens).mi.equal(label_mi(model, tokens, attention_mask=visible).mi)
+        assert label_mi(model, tokens).mi[0, 2:6, 2:6].any()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_that_a_model_knows_changes_no_draw_on_either_side(temperature: float, architecture: str) -> None:
+    model = HuggingFaceModel(tiny(architecture))
+    tokens = sentences(3, 9)
+    for policy in (TopK(2), Random(2), EntropyBound(2.0)):
+        alone = decode(model, tokens, policy, temperature=temperature, seeds=torch.arange(3)).tokens
+        for left, right in ((4, 0), (0, 4), (1, 2)):
+            padded = nn.functional.pad(tokens, (left, right), value=PAD)
+            found = decode(model, padded, policy, temperature=temperature, seeds=torch.arange(3)).tokens
+            assert found[:, left : left + 9].equal(alone)
+            assert (found[:, :left] == PAD).all()
+            assert (found[:, left + 9 :] == PAD).all()
+
+
+@pytest.mark.parametrize("kind", ["fnet", "convbert"])
+def test_a_network_that_mixes_padding_in_runs_sequences_of_one_length_together(kind: str) -> None:
+    torch.manual_seed(0)
+    options = {**SIZES, "embedding_size": 32} if kind == "convbert" else SIZES
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind](**options, **SPECIAL)
+    network: Any = transformers.AutoModelForMaskedLM.from_config(config).eval()
+    exact, together = (HuggingFaceModel(network, batch_invariant=value) for value in (True, False))
+    tokens = sentences(5, 12)
+    visible = torch.arange(12) < torch.tensor([12, 5, 9, 5, 12])[:, None]
+    found = together(tokens, visible)
+    sizes: list[torch.Size] = []
+    network.register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    assert together(tokens, visible).hidden.equal(found.hidden)
+    assert sorted(sizes) == [(1, 9), (2, 5), (2, 12)]
+    expected = exact(tokens, visible)
+    assert found.hidden.allclose(expected.hidden, atol=1e-5)  # what the batch changes, as documented
+    assert found.logits[..., 5:].allclose(expected.logits[..., 5:], atol=1e-5)
+
+
+def test_a_pad_token_that_is_none_fills_no_batch() -> None:
+    network = tiny("bert")
+    network.config.pad_token_id = -1  # type: ignore[union-attr]
+    model, tokens = HuggingFaceModel(network, batch_invariant=False), sentences(2, 6)
+    visible = torch.arange(6) < torch.tensor([6, 4])[:, None]
+    assert model(tokens, visible).logits[1, :4, 5:].allclose(model(tokens[1:, :4]).logits[0, :, 5:], atol=1e-5)
+
+
+def test_a_network_in_training_mode_is_read_without_its_dropout(tmp_path: Path) -> None:
+    config = CONFIGURATIONS["bert"]()
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.5
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    network = transformers.BertForMaskedLM(config)
+    tokens = sentences(2, 9)
+    network.train()
+    model = HuggingFaceModel(network)
+    assert model.head is not None  # found in spite of it
+    found = model(tokens), model.token_stats(tokens), model.attentions(tokens)
+    drawn = decode(model, tokens, TopK(2), temperature=1.0, seeds=torch.arange(2)).tokens
+    assert network.training
+    assert network.bert.embeddings.dropout.training
+    network.eval()
+    assert found[0].logits.equal(model(tokens).logits)
+    assert found[1].stats.entropy.equal(model.token_stats(tokens).stats.entropy)
+    assert found[2].equal(model.attentions(tokens))
+    assert drawn.equal(decode(model, tokens, TopK(2), temperature=1.0, seeds=torch.arange(2)).tokens)
+
+
+def test_a_network_that_was_never_loaded_is_refused() -> None:
+    with torch.device("meta"):
+        network = transformers.BertForMaskedLM(CONFIGURATIONS["bert"]())
+    with pytest.raises(ValueError, match=r"weights must be loaded, got bert\.embeddings\..* on the device meta"):
+        HuggingFaceModel(network)
+    model = HuggingFaceModel(tiny("bert"))
+    with pytest.raises(ValueError, match=r"tokens must hold numbers, got shape \(2, 5\) int64 on meta"):
+        model(sentences(2, 5).to("meta"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mask_token_id": True}, TypeError, r"mask_token_id must be an int, got True \(bool\)"),
+        ({"mask_token_id": 4.0}, TypeError, r"mask_token_id must be an int, got 4\.0"),
+        ({"mask_token_id": -1}, ValueError, "mask_token_id must be at least 0, got -1"),
+        ({"never": [400]}, ValueError, r"never must be tokens in 0\.\.29, got 400"),
+        ({"never": [-1]}, ValueError, r"never must be tokens in 0\.\.29, got -1"),
+        ({"never": [1.5]}, TypeError, "never must be a sequence of tokens, which are integers"),
+        ({"never": [True]}, TypeError, "never must be a sequence of tokens, which are integers"),
+        ({"never": 5}, TypeError, "never must be a sequence of tokens, which are integers, got 5"),
+        ({"layers": True}, TypeError, "layers must be a number or several, got True"),
+        ({"layers": [1.0]}, TypeError, r"layers must be a number or several, got 1\.0"),
+        ({"layers": "1"}, TypeError, "layers must be a number or several, got '1'"),
+        ({"shift": 1}, TypeError, "shift must be True or False, got 1"),
+        ({"batch_invariant": "false"}, TypeError, "batch_invariant must be True or False, got 'false'"),
+        ({"attention": None}, TypeError, "attention must be True or False, got None"),
+    ],
+)
+def test_arguments_of_a_model_are_checked(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        HuggingFaceModel(tiny("bert"), **options)
+
+
+def test_tokens_that_are_no_tensor_are_named() -> None:
+    model = HuggingFaceModel(tiny("bert"))
+    with pytest.raises(TypeError, match="HuggingFaceModel: tokens must be a tensor, got list"):
+        model([[2, 4, 3]])
+    with pytest.raises(TypeError, match="HuggingFaceModel: attention_mask must be a tensor, got list"):
+        model(sentences(1, 3), [[True] * 3])

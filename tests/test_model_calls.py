@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from mdmi_fast import PairwiseMIEstimator, TopK, decode, label_mi, ops, train_estimator
 from mdmi_fast.decoding import Step, tune
+from mdmi_fast.estimator.data import examples, read_batch
 from mdmi_fast.estimator.splits import shifted_states
-from mdmi_fast.labels import LabelSet, Trajectory, write_labels
+from mdmi_fast.labels import FixedShare, LabelSet, Trajectory, UniformShare, write_labels
 from mdmi_fast.maps import mi_map
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.identity import describe_model, differences
@@ -287,6 +288,25 @@ def test_what_is_padding_is_decided_once_of_the_tokens_as_they_were_given() -> N
     states = Trajectory()(model, torch.tensor([[1, 5, 2, 3, 0, 0]]), [3])
     assert states[0, 4:].tolist() == [0, 0]
     assert all(shown.equal(visible.expand_as(shown)) for shown in model.shown)
+
+
+def test_padding_of_a_state_is_hidden_and_never_masked_whatever_lengths_its_batch_has() -> None:
+    torch.manual_seed(0)
+    model, states = Padding().eval(), [torch.tensor([1, MASK, MASK, 5, 0, 0]), torch.tensor([2, MASK, 3, MASK])]
+    labelled = [
+        examples(LabelSet(*(each[None] for each in (s, s == MASK, torch.zeros(len(s), len(s)), s.float()))))
+        for s in states
+    ]
+    alone = [read_batch(rows, model, torch.device("cpu")) for rows in labelled]
+    together = read_batch([*labelled[0], *labelled[1]], model, torch.device("cpu"))
+    shown = torch.tensor([[True] * 4 + [False] * 2] * 2)
+    assert model.shown[-1].equal(shown)
+    assert model.shown[0].equal(shown[:1])
+    assert together.hidden[0].equal(alone[0].hidden[0])
+    for masking in (UniformShare(), FixedShare(1.0), Trajectory()):
+        made = masking(model, torch.tensor([[1, 5, 2, 3, 0, 0]] * 9), list(range(9)))
+        assert (made[:, 4:] == 0).all()
+        assert (made[:, :4] == MASK).any(dim=-1).all()
 
 
 def test_how_long_a_sequence_may_be_makes_no_other_model() -> None:

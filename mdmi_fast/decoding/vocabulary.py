@@ -10,8 +10,7 @@ from torch import Tensor
 
 from mdmi_fast import checks as check
 from mdmi_fast import ops
-from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.base import PermittingModel
+from mdmi_fast.models import MaskedModel, PermittingModel
 from mdmi_fast.ops import TokenStats
 
 _TILE = 1 << 20
@@ -38,7 +37,7 @@ def with_stops(model: MaskedModel, stop_tokens: Sequence[int], suppressed: Seque
         return model.permitting(ruled_out)
     raise ValueError(
         f"decode: stop_tokens must be tokens that the model can write, got {ruled_out}, which are in the attribute "
-        f"never of {type(model).__name__}; give it a method permitting(tokens), see PermittingModel"
+        f"never of {type(model).__name__}; give it a method permitting(tokens), see mdmi_fast.models.PermittingModel"
     )
 
 

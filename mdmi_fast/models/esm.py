@@ -78,7 +78,7 @@ class FairESMModel(SequenceModel):
             limit = length_limit(network, lambda n: network(torch.full((1, n), alphabet.mask_idx, device=device)))
         super().__init__(
             vocab_size=len(alphabet),
-            hidden_size=network.embed_dim * len(chosen),  # type: ignore[operator, arg-type]
+            hidden_size=network.embed_tokens.embedding_dim * len(chosen),  # type: ignore[union-attr, operator, arg-type]
             mask_token_id=alphabet.mask_idx,
             pad_token_id=alphabet.padding_idx,
             never=special,
