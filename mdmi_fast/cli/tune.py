@@ -56,9 +56,10 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "tune",
         help="choose a decoding policy by measurement",
-        description="Decode calibration sequences with every policy, next to one position at a time, print what each\n"
-        "costs and loses, and save the best that meets the target. Settings follow the data: of each policy\n"
-        "those on both sides of the target are looked for on a few sequences and measured on all.",
+        description="Decode calibration sequences with every policy, next to one position at a\n"
+        "time, print what each costs and loses, and save the best that meets the target.\n"
+        "Settings follow the data: of each policy those on both sides of the target are\n"
+        "looked for on a few sequences and measured on all.",
         epilog=POLICY_FORMS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
