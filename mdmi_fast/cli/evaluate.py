@@ -69,18 +69,19 @@ def run(options: argparse.Namespace) -> int:
     splits = {"in distribution": labels}
     if options.shifted is not None:
         splits["shifted"] = read_examples(options.shifted, form, model=model)
-    for folder, given in zip((options.labels, options.shifted), splits.values(), strict=False):
-        if not judged_states(estimator, model, given, all_states=options.all)[0]:
-            raise UsageError(
-                f"{folder}: the estimator was trained on all {len(given)} states; label others, or judge it on these "
-                "with --all"
-            )
     if options.built:
         unseen, _ = judged_states(estimator, model, labels, all_states=options.all)
         some = [state.tokens for state in unseen[: options.built]]
         for name in BUILT:
             if name not in splits:
                 splits[name] = build_split(name, model, some, form=form, seed=options.seed)
+    folders = {"in distribution": options.labels, "shifted": options.shifted}
+    for name, given in splits.items():
+        if not judged_states(estimator, model, given, all_states=options.all)[0]:
+            raise UsageError(
+                f"{folders.get(name) or name}: the estimator was trained on all {len(given)} states; label others, or "
+                "judge it on these with --all"
+            )
     evaluation = evaluate_splits(estimator, model, splits, tau=options.tau, all_states=options.all)
     if options.json:
         told = {

@@ -259,8 +259,11 @@ def tune(
         yardstick = yardstick or measured
         return measured.report(spec, yardstick, given_up, generator, rule)
 
+    # From the whole of the data, which may be in order of length.
+    few = torch.linspace(0, len(tokens) - 1, min(_FEW, len(tokens))).round().long()
+
     def passes_of_few(policy: Policy) -> float:
-        return float(decoded(policy, torch.arange(min(_FEW, len(tokens))))[1].sum())
+        return float(decoded(policy, few)[1].sum())
 
     yield measure(YARDSTICK)
     longest, one_by_one = int(asked.sum(dim=-1).max()), 0.0
