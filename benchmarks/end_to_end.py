@@ -29,16 +29,7 @@ from torch import Tensor
 
 from mdmi_fast import Selection, TokenStats, decode, load_estimator, load_model, set_num_threads
 from mdmi_fast.decoding import MISource, Policy, parse_policy
-from mdmi_fast.decoding.calibrate import (
-    YARDSTICK,
-    Measured,
-    Quality,
-    Target,
-    Tried,
-    candidates,
-    choose,
-    pseudo_likelihood,
-)
+from mdmi_fast.decoding.calibrate import YARDSTICK, Measured, Quality, Target, Tried, choose, pseudo_likelihood
 from mdmi_fast.decoding.randomness import draw_seeds
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel, MaskedOutput
@@ -50,6 +41,20 @@ from mdmi_fast.tasks.sudoku.puzzles import is_valid_board
 RESULTS = Path(__file__).parent / "results" / "decoding_end_to_end.csv"
 EQUAL = Target.of("at most 1% loss")
 BATCH, ROUNDS = 32, 5
+BOARDS = (
+    *("topk:2", "topk:3", "topk:4", "topk:6", "topk:8"),
+    *(f"confidence:{threshold:g}" for threshold in (0.99, 0.95, 0.9, 0.8, 0.6)),
+    *(f"confidence-factor:{factor:g}" for factor in (0.1, 0.3, 1, 2)),
+    *(f"confidence-budget:{epsilon:g}" for epsilon in (0.02, 0.05, 0.1, 0.2, 0.5, 1)),
+    *(f"entropy-bound:{gamma:g}" for gamma in (0.02, 0.05, 0.1, 0.2, 0.5, 1)),
+    *("stability:0.001,confidence=0.9", "stability:0.01,confidence=0.9", "stability:0.01,confidence=0.7"),
+    *(f"mi-budget:{gamma:g}" for gamma in (0.1, 0.3, 0.6, 1, 2)),
+    *(f"mi-threshold:{tau:g}" for tau in (0.005, 0.02, 0.05, 0.1)),
+    *("coloring:0.005", "coloring:0.02", "coloring:0.05", "coloring:0.05,replan=2"),
+)
+"""Settings for boards, careful ones of a rule first."""
+SAMPLED = tuple(f"mi-budget:{gamma:g},entropy_weight=0" for gamma in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5))
+"""Tried too where boards are generated."""
 ANTIBODY = (
     *("topk:4", "topk:8", "confidence:0.6", "confidence-budget:1", "confidence-budget:3", "entropy-bound:1"),
     *("entropy-bound:4", "entropy-bound:8", "mi-budget:8", "mi-budget:0.01,entropy_weight=0"),
@@ -90,7 +95,7 @@ def boards(kind: str, regime: str, calibration: int, measured: int) -> Case:
         )
 
     model, temperature = load_model(f"sudoku:{regime}"), make_task(kind, 1).temperature
-    estimator, settings = load_estimator(f"sudoku:{regime}"), candidates(mi=True, sampling=temperature > 0)
+    estimator, settings = load_estimator(f"sudoku:{regime}"), (*BOARDS, *SAMPLED) if temperature > 0 else BOARDS
     on_the_clock = 64 if kind == "solve" else 32
     return Case(
         model, estimator, temperature, settings, data(calibration, "validation"), data(measured, "test"), on_the_clock

@@ -75,7 +75,8 @@ def curve(labels: list[Example], model: Any, form: Form, out: Path, label_r: flo
         estimator = PairwiseMIEstimator(model.hidden_size, **NETWORK)
         estimator, _ = train_estimator(estimator, model, seen[:count], **TRAINING)
         seconds = time.process_time() - start
-        splits = evaluate_splits(estimator, model, {"unseen": unseen, "seen": seen[: min(count, len(unseen))]}).reports
+        sets = {"unseen": unseen, "seen": seen[: min(count, len(unseen))]}
+        splits = evaluate_splits(estimator, model, sets, all_states=True).reports
         reports = splits["unseen"]
         row = {
             "form": form,

@@ -370,7 +370,7 @@ def test_train_reports_every_epoch_and_evaluate_reads_what_it_saved(run: Run, tr
     assert config["provenance"].items() >= {"model": "sudoku", "form": "joint", "states": 12}.items()
     assert sorted(path.name for path in out.iterdir()) == ["estimator.json", "estimator.safetensors"]
     evaluate = ("evaluate", "--labels", trained / "labels", "--model", "sudoku", "--estimator", out, "--tau", 0.05)
-    evaluate = (*evaluate, "--built", 2)
+    evaluate = (*evaluate, "--built", 2, "--all")
     code, text, _ = run(*evaluate, "--plot", tmp_path / "page.png")
     assert code == 0
     assert "Pearson r" in text
@@ -384,6 +384,58 @@ def test_train_reports_every_epoch_and_evaluate_reads_what_it_saved(run: Run, tr
     assert report["tau"] == 0.05
     assert report["pairs"] == 12 * 21 * 20 // 2
     assert f"{report['pearson']:.3f}" in text
+
+
+def test_evaluate_leaves_out_the_states_that_the_estimator_was_trained_on(
+    run: Run, trained: Path, tmp_path: Path
+) -> None:
+    out, labels, model = tmp_path / "estimator", ("--labels", trained / "labels"), ("--model", "sudoku")
+    train = ("train", *labels, *model, "--out", out, "--layers", "8,4", "--held-out", 0.4, "--epochs", 2)
+    assert run(*train)[0] == 0
+    reached = json.loads((out / "estimator.json").read_text())["provenance"]["held_out"]
+    evaluate = ("evaluate", *model, "--estimator", out, "--built", 0)
+    text = run(*evaluate, *labels)[1]
+    assert text.splitlines()[:4] == [
+        "in distribution, joint form",
+        "  5 states",
+        "  7 more left out: the estimator was trained on them",
+        "  5 of them were held out in training and chose the epoch, which favours it a little",
+    ]
+    assert "masked pairs" in text.splitlines()[6]
+    told = json.loads(run(*evaluate, *labels, "--json")[1])["splits"]["in distribution"]["estimator"]
+    assert told["states"] == {"judged": 5, "left_out": 7, "trained_on": 0, "held_out": 5, "complete": True}
+    assert told["pearson"] == pytest.approx(reached["pearson"], abs=1e-9)  # in another order
+    everything = run(*evaluate, *labels, "--all")[1]
+    assert "  12 states\n  the estimator was trained on 7 of them: its figures are too good\n" in everything
+    assert everything.splitlines()[-1].endswith("; trained on 7 of the 12 states judged")
+
+    refined = ("train", *model, "--from", out, "--old-labels", trained / "labels", "--epochs", 1, "--held-out", 0.5)
+    data, other = tmp_path / "states.txt", tmp_path / "other"
+    data.write_text("".join(format_line(state) + "\n" for state in random_clues(random_boards(4, seed=9), 70, seed=9)))
+    assert run("label", *model, "--data", data, "--out", other)[0] == 0
+    assert run(*refined, "--labels", other, "--out", tmp_path / "refined")[0] == 0
+    again = ("evaluate", *model, "--estimator", tmp_path / "refined", "--built", 0)
+    code, _, err = run(*again, *labels)
+    assert code == 2
+    assert f"{trained / 'labels'}: the estimator was trained on all 12 states; label others, or judge" in err
+    code, _, err = run(*again, "--labels", other, "--shifted", trained / "labels")
+    assert code == 2
+    assert f"{trained / 'labels'}: the estimator was trained on all 12 states" in err
+    assert "  2 states\n  2 more left out" in run(*again, "--labels", other)[1]
+    # Of what is left the other splits are built.
+    assert "shifted, joint form\n  2 states\n" in run(*again[:-1], 24, "--labels", other)[1]
+
+
+def test_evaluate_says_so_where_a_file_has_no_record(run: Run, trained: Path) -> None:
+    shipped = ("evaluate", "--model", "sudoku", "--estimator", "sudoku", "--built", 0, "--labels", trained / "labels")
+    assert "  12 states\n  its file does not record all it was trained on: " in run(*shipped)[1]
+    assert json.loads(run(*shipped, "--json")[1])["splits"]["in distribution"]["estimator"]["states"] == {
+        "judged": 12,
+        "left_out": 0,
+        "trained_on": 0,
+        "held_out": 0,
+        "complete": False,
+    }
 
 
 def test_evaluate_takes_a_shifted_set_and_can_do_without_built_ones(run: Run, trained: Path) -> None:
@@ -463,7 +515,7 @@ def test_an_estimator_trained_without_a_folder_is_found_by_the_name_of_its_model
 ) -> None:
     monkeypatch.setenv("MDMI_CACHE", str(tmp_path / "cache"))
     data = tmp_path / "states.jsonl"
-    data.write_text('{"tokens": [3, 0, 3, 3]}\n' * 8)
+    data.write_text('{"tokens": [3, 0, 3, 3]}\n{"tokens": [3, 1, 3, 3]}\n' * 4)
     labels, model = tmp_path / "labels", ("--model", "hf:some/thing?batch_invariant=false")
     assert run("label", *model, "--data", data, "--out", labels)[0] == 0
     (tmp_path / "cache" / "estimators" / "hf%3Asome%2Fthing").mkdir(parents=True)  # of a training that has not ended

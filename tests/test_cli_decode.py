@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -356,11 +357,15 @@ def test_tune_saves_what_decode_reads(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     assert main([*tune, "--target", "at most 5% loss", "--out", str(choice)]) == 0
     out = capsys.readouterr().out
-    for text in ("sequential ", "topk:4 ", "mi-budget:0.3 ", "frontier, ", "chosen: mi-budget:0.3"):
+    for text in ("sequential ", "topk:4 ", "mi-budget:0.3 ", "frontier, ", "chosen: mi-budget:0.3", " loss (95%) "):
         assert text in out
     saved = json.loads(choice.read_text())
     assert saved["policy"] == "mi-budget:0.3"
-    assert (saved["model"], saved["quality"], saved["target"]) == ("sudoku", "valid", {"speedup": None, "loss": 0.05})
+    assert (saved["model"], saved["quality"], saved["target"]) == (
+        "sudoku",
+        "valid",
+        {"speedup": None, "loss": 0.05, "unit": "share"},
+    )
     decode = ["decode", "--model", "sudoku", "--data", str(data)]
     assert main([*decode, "--policy", str(choice)]) == 0
     by_file = capsys.readouterr().out
@@ -376,7 +381,9 @@ def test_tune_judges_by_the_model_or_by_known_answers(run: Run, tmp_path: Path) 
     tune = ("tune", "--model", "any", "--data", data, "--target", "1.4x", "--policies", "topk:2")
     code, out, err = run(*tune)
     assert code == 0, err
-    assert "0.4000" in out.splitlines()[1]
+    assert " nats a token (95%) " in out
+    assert " loss, nats a token (95%) " in out
+    assert f"{math.log(0.4):.4f}" in out.splitlines()[1]
     assert "0.5000" in run(*tune, "--quality", "accuracy")[1].splitlines()[1]
     for target in ([1], [1, 2.5], [1, True], "12"):
         data.write_text(lines_of({"tokens": [4, 4], "target": target}))
@@ -386,6 +393,57 @@ def test_tune_judges_by_the_model_or_by_known_answers(run: Run, tmp_path: Path) 
         )
     data.write_text(lines_of({"tokens": [1, 1]}))
     assert run(*tune)[2] == f"{data}: holds no sequence with a masked position\n"
+
+
+def test_tune_looks_for_settings_of_a_rule_and_names_those_on_one_side_only(run: Run, tmp_path: Path) -> None:
+    """Every position has the same distribution, with confidence .4: a threshold takes one position or all of them."""
+    data, choice = tmp_path / "data.jsonl", tmp_path / "choice.json"
+    data.write_text(lines_of(*[{"tokens": [4] * 6}] * 4))
+    tune = ("tune", "--model", "any", "--data", data, "--out", choice, "--policies", "topk", "confidence", "topk:2")
+    code, out, err = run(*tune, "--target", "2x")
+    assert code == 0, err
+    rows = [line.split()[0] for line in out.split("\n\n")[0].splitlines()[2:]]
+    assert rows[-1] == "topk:2"
+    assert {"topk:1", "topk:2"} <= set(rows)
+    assert sum(row.startswith("confidence:") for row in rows) == 2
+    assert "on one side of the target only" not in out
+    assert "warning" not in out
+    assert json.loads(choice.read_text())["surely_meets_target"] is True
+    code, out, _ = run(*tune, "--target", "7x")
+    assert code == 1
+    told = "topk: no setting reaches the target, the boldest takes 6.00 times fewer passes"
+    assert told in out.split("on one side of the target only:\n")[1]
+    for rule, reason in (("entropy-limit", "no policy of that name"), ("topk,limit=2", "no option 'limit'")):
+        code, _, err = run(*tune[:-3], rule, "--target", "2x")
+        assert code == 2
+        assert reason in err
+
+
+def test_a_choice_that_may_miss_the_target_is_given_with_a_warning(run: Run, tmp_path: Path) -> None:
+    data, choice = tmp_path / "data.jsonl", tmp_path / "choice.json"
+    data.write_text(lines_of({"tokens": [4] * 8}, {"tokens": [4] * 2}))
+    tune = ("tune", "--model", "any", "--data", data, "--out", choice, "--policies", "topk:4", "--target")
+    out = run(*tune, "3x")[1]
+    assert (
+        "chosen: topk:4\nwarning: it may take only 2.00 times fewer passes, not 3 (95% interval); none of those" in out
+    )
+    assert json.loads(choice.read_text())["surely_meets_target"] is False
+    # All of the first sequence in one pass, one at a time of the second; two of either are as fast as was asked for.
+    data.write_text(lines_of({"tokens": [4] * 8}, {"tokens": [4, 4] + [0] * 30}))
+    out = run(*tune[:-2], "entropy-bound:8..0", "topk:2", "--target", "2x")[1]
+    assert "chosen: entropy-bound:8..0\nwarning: it may take only 1.00 times fewer passes, not 2 " in out
+    assert "; topk:2 meets it for sure" in out
+    records = [{"tokens": [4, 4], "target": [1, 1]}, {"tokens": [4, 4], "target": [2, 1]}]
+    data.write_text(lines_of(*records * 4))
+    drawn = ("--quality", "accuracy", "--temperature", 1)
+    out = run(*tune, "100%", *drawn)[1]
+    assert "warning" not in out
+    data.write_text(lines_of({"tokens": [4, 4]}))
+    assert "warning: it was measured on one sequence" in run(*tune, "5 nats")[1]
+    for target, quality, unit in (("1%", (), "nats a token"), ("1 nats", drawn, "share")):
+        code, _, err = run(*tune, target, *quality)
+        assert code == 2
+        assert f"is in {unit}: write such as 'at most " in err
 
 
 def test_what_tune_and_decode_cannot_use_is_said(run: Run, tmp_path: Path) -> None:

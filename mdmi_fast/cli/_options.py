@@ -120,7 +120,7 @@ def add_policy(parser: argparse.ArgumentParser, *, default: str | None = None) -
         required=default is None,
         default=None if default is None else PolicySpec(default),
         metavar="SPEC",
-        help=told if default is None else f"{told} (default: {default})",
+        help=told if default is None else f"{told} (default: %(default)s)",
     )
     parser.description = textwrap.fill(parser.description or "", 78)
     parser.epilog = POLICY_FORMS + POLICY_NOTES
@@ -132,7 +132,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 
 def add_seed(parser: argparse.ArgumentParser, *, of: str) -> None:
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help=f"of {of} (default: 0)")
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help=f"of {of} (default: %(default)s)")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -148,10 +148,18 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         "slow, with FORM one of joint, entropy, kl (default: the one shipped for the model, or trained for it here)",
     )
     parser.add_argument(
-        "--temperature", type=amount, default=0.0, metavar="T", help="0 takes the most probable tokens (default: 0)"
+        "--temperature",
+        type=amount,
+        default=0.0,
+        metavar="T",
+        help="0 takes the most probable tokens (default: %(default)s)",
     )
     parser.add_argument(
-        "--batch-size", type=positive, default=256, metavar="N", help="sequences decoded together (default: 256)"
+        "--batch-size",
+        type=positive,
+        default=256,
+        metavar="N",
+        help="sequences decoded together (default: %(default)s)",
     )
     add_seed(parser, of="what is drawn")
 

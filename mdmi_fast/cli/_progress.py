@@ -8,7 +8,7 @@ from typing import Any
 
 
 @contextmanager
-def bar(*, total: int, unit: str, description: str, silent: bool = False) -> Iterator[Any]:
+def bar(*, total: int | None, unit: str, description: str, silent: bool = False) -> Iterator[Any]:
     """A bar whose `update(n)` counts what was finished and whose `write(line)` prints a line above it."""
     from tqdm import tqdm
 

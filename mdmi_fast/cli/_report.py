@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mdmi_fast.estimator import PairReport
+    from mdmi_fast.estimator import JudgedStates, PairReport
 
 _CALIBRATION = ("[0, 0.1)", "[0.1, 0.5)", "[0.5, 1)", "1 and above")
 
@@ -24,7 +24,24 @@ def as_dict(report: PairReport) -> dict[str, Any]:
         "calibration": dict(zip(_CALIBRATION, report.calibration, strict=True)),
         "by_tau": [at._asdict() for at in report.by_tau],
         "by_mask_ratio": [ratio._asdict() for ratio in report.by_mask_ratio],
+        "states": report.states._asdict(),
     }
+
+
+def as_lines(states: JudgedStates) -> str:
+    """What a reader must know of the states that were judged, a line each."""
+    lines = [f"{states.judged:,} states"]
+    if states.left_out:
+        lines.append(f"{states.left_out:,} more left out: the estimator was trained on them")
+    if states.trained_on:
+        lines.append(f"the estimator was trained on {states.trained_on:,} of them: its figures are too good")
+    if states.held_out:
+        lines.append(
+            f"{states.held_out:,} of them were held out in training and chose the epoch, which favours it a little"
+        )
+    if not states.complete:
+        lines.append("its file does not record all it was trained on: on states among those its figures are too good")
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def as_table(report: PairReport) -> str:
@@ -43,6 +60,7 @@ def as_columns(reports: Mapping[str, PairReport]) -> str:
 
 def _rows(report: PairReport) -> list[tuple[str, str]]:
     rows = [
+        ("states", f"{report.states.judged:,}"),
         ("masked pairs", f"{report.pairs:,}"),
         ("Pearson r", _number(report.pearson)),
     ]

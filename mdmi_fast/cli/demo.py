@@ -23,6 +23,9 @@ TITLES = {
     "complete": "Sampling boards from 20 random clues (temperature 1)",
 }
 
+BOARDS, ALL_BOARDS = 100, 500
+"""Sampled in each task, and with --full."""
+
 
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
@@ -38,7 +41,9 @@ def add(subparsers: Any) -> None:
         default=1000,
         help="hard puzzles to solve (default: all 1,000; by the weak network at most 400, unless --full)",
     )
-    parser.add_argument("--boards", type=positive, help="boards to sample in each task (default: 100, with --full 500)")
+    parser.add_argument(
+        "--boards", type=positive, help=f"boards to sample in each task (default: {BOARDS}, with --full {ALL_BOARDS})"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     parser.add_argument(
         "--out", type=Path, default=Path("mdmi-demo"), help="folder of the pictures (default: mdmi-demo)"
@@ -68,7 +73,7 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
     from mdmi_fast.tasks.sudoku.model import load_model
 
     estimators = {regime: load_estimator(f"sudoku:{regime}") for regime in ("strong", "weak")}
-    sampled = options.boards or (500 if options.full else 100)
+    sampled = options.boards or (ALL_BOARDS if options.full else BOARDS)
     plan: list[tuple[str, str, int, dict[str, Any]]] = []
     for regime, mi in estimators.items():
         puzzles = options.puzzles if regime == "strong" or options.full else min(options.puzzles, 400)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from mdmi_fast.cli._errors import UsageError
 from mdmi_fast.cli._options import (
     FORM_NAMES,
     add_model,
@@ -24,9 +25,11 @@ def add(subparsers: Any) -> None:
         "evaluate",
         help="judge an estimator by labels",
         description="Compare an estimator and simple baselines with labels of states it was not trained on, of states "
-        "under another mask law, and of states built to make it err; say whether it may be used to decode.",
+        "under another mask law, and of states built to make it err; say whether it may be used to decode. States that "
+        "the estimator was trained on, by the record in its file, are left out; those held out in its training are not.",
     )
     parser.add_argument("--labels", required=True, type=Path, metavar="FOLDER", help="written by label")
+    parser.add_argument("--all", action="store_true", help="leave no state out, not even those it was trained on")
     add_model(parser)
     parser.add_argument("--estimator", metavar="E", help="name or folder (default: the one shipped for the model)")
     parser.add_argument(
@@ -53,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
     from mdmi_fast.cli import _report
     from mdmi_fast.estimator import evaluate_splits
     from mdmi_fast.estimator.data import read_examples
+    from mdmi_fast.estimator.evaluate import judged_states
     from mdmi_fast.estimator.splits import BUILT, build_split
     from mdmi_fast.models import load_model
 
@@ -66,11 +70,19 @@ def run(options: argparse.Namespace) -> int:
     if options.shifted is not None:
         splits["shifted"] = read_examples(options.shifted, form, model=model)
     if options.built:
-        some = [state.tokens for state in labels[: options.built]]
+        unseen, _ = judged_states(estimator, model, labels, all_states=options.all)
+        some = [state.tokens for state in unseen[: options.built]]
         for name in BUILT:
             if name not in splits:
                 splits[name] = build_split(name, model, some, form=form, seed=options.seed)
-    evaluation = evaluate_splits(estimator, model, splits, tau=options.tau)
+    folders = {"in distribution": options.labels, "shifted": options.shifted}
+    for name, given in splits.items():
+        if not judged_states(estimator, model, given, all_states=options.all)[0]:
+            raise UsageError(
+                f"{folders.get(name) or name}: the estimator was trained on all {len(given)} states; label others, or "
+                "judge it on these with --all"
+            )
+    evaluation = evaluate_splits(estimator, model, splits, tau=options.tau, all_states=options.all)
     if options.json:
         told = {
             split: {source: _report.as_dict(report) for source, report in reports.items()}
@@ -80,7 +92,8 @@ def run(options: argparse.Namespace) -> int:
     else:
         other = f" (the estimator was trained on the {trained_form} form)" if trained_form not in (None, form) else ""
         for split, reports in evaluation.reports.items():
-            print(f"{split}, {form} form{other}\n{_report.as_columns(reports)}\n")
+            print(f"{split}, {form} form{other}\n{_report.as_lines(reports['estimator'].states)}")
+            print(f"{_report.as_columns(reports)}\n")
         print(evaluation.verdict)
     if options.plot is not None:
         from mdmi_fast.estimator.plots import plot_evaluation

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mdmi_fast.cli._sequences import TokenSequence
-    from mdmi_fast.decoding.calibrate import Quality, Target, Tried
+    from mdmi_fast.decoding.calibrate import Quality, Target, Tried, Unit
     from mdmi_fast.models import MaskedModel
 
 _QUALITIES = ("pseudo-likelihood", "accuracy", "valid")
@@ -42,28 +42,51 @@ def _target(text: str) -> Target:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
+def _policy_or_rule(text: str) -> str:
+    """A policy with its value or the file of one, as for decode, or a rule without."""
+    from mdmi_fast.decoding.calibrate import is_rule
+
+    try:
+        return text if not text.endswith(".json") and is_rule(text) else policy_spec(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "tune",
         help="choose a decoding policy by measurement",
-        description="Decode calibration sequences with every policy over its settings, next to one position at a "
-        "time, print what each costs and loses, and save the best that meets the target.",
+        description="Decode calibration sequences with every policy, next to one position at a\n"
+        "time, print what each costs and loses, and save the best that meets the target.\n"
+        "Settings follow the data: of each policy those on both sides of the target are\n"
+        "looked for on a few sequences and measured on all.",
         epilog=POLICY_FORMS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     parser.add_argument("--data", required=True, metavar="FILE", help=DATA_HELP)
     parser.add_argument(
-        "--target", type=_target, required=True, metavar="T", help="'4x fewer passes' or 'at most 1%% loss'; 4x or 1%%"
+        "--target",
+        type=_target,
+        required=True,
+        metavar="T",
+        help="'4x fewer passes', 'at most 1%% loss' or, where the quality is pseudo-likelihood, 'at most 0.05 nats loss' a "
+        "token; in short 4x, 1%% or '0.05 nats'",
     )
     parser.add_argument(
         "--quality",
         choices=_QUALITIES,
-        help="pseudo-likelihood: the model's own; accuracy: the share of positions as in the record's "
-        '"target" [...]; valid: of Sudoku boards (default: valid for sudoku models, else pseudo-likelihood)',
+        help="pseudo-likelihood: by the model itself, log p of each token given all others, a loss is in nats a token; accuracy: "
+        'the share of positions as in the record\'s "target" [...]; valid: of Sudoku boards; of these two a loss is a share '
+        "(default: valid for sudoku models, else pseudo-likelihood)",
     )
     parser.add_argument(
-        "--policies", type=policy_spec, nargs="+", metavar="SPEC", help="try these instead of the usual settings"
+        "--policies",
+        type=_policy_or_rule,
+        nargs="+",
+        metavar="SPEC",
+        help="try these instead of the usual ones; without a value, as in entropy-bound or mi-budget,entropy_weight=0, "
+        "settings are looked for",
     )
     add_decoding(parser)
     add_writing(parser)
@@ -78,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.cli._sequences import read_sequences
     from mdmi_fast.decoding import needs_mi
-    from mdmi_fast.decoding.calibrate import candidates, choose, frontier, save_choice, tune
+    from mdmi_fast.decoding.calibrate import candidates, choose, frontier, one_sided, save_choice, tune
     from mdmi_fast.decoding.vocabulary import with_stops
     from mdmi_fast.estimator.network import has_estimator
 
@@ -91,13 +114,17 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"{options.data}: holds no sequence with a masked position")
     tokens, attention_mask = _padded(to_do, model)
     name = options.quality or ("valid" if kind_of(options.model) == "sudoku" else "pseudo-likelihood")
+    unit: Unit = "nats a token" if name == "pseudo-likelihood" else "share"
+    if options.target.loss is not None and options.target.unit != unit:
+        instead = "'at most 0.05 nats loss'" if name == "pseudo-likelihood" else "'at most 1% loss'"
+        raise UsageError(f"--target: a loss of {name} is in {unit}: write such as {instead}")
     has_mi = options.estimator is not None or has_estimator(options.model)
     specs = options.policies or candidates(mi=has_mi, sampling=options.temperature > 0)
     estimator = options.estimator or next(filter(None, (getattr(spec, "estimator", None) for spec in specs)), None)
     mi = load_source(estimator, model, name=options.model) if any(map(needs_mi, specs)) else None
     tried: list[Tried] = []
-    print(_HEADER)
-    with bar(total=len(specs) + 1, unit="policy", description="tuning") as progress:
+    print(_header(unit))
+    with bar(total=None, unit="policy", description="tuning") as progress:
         for one in tune(
             model,
             tokens,
@@ -108,6 +135,7 @@ def run(options: argparse.Namespace) -> int:
             attention_mask=attention_mask,
             batch_size=options.batch_size,
             seed=options.seed,
+            unit=unit,
             **writing_options(options),
         ):
             tried.append(one)
@@ -115,11 +143,17 @@ def run(options: argparse.Namespace) -> int:
             progress.update(1)
     print("\nfrontier, no policy needs fewer passes without losing more:")
     print("\n".join(_row(one) for one in frontier(tried)))
+    alone = one_sided(tried, options.target)
+    if alone:
+        print("\non one side of the target only:")
+        print("\n".join(f"{rule}: {reason}" for rule, reason in alone.items()))
     chosen = choose(tried, options.target)
     if chosen is None:
         print("\nno policy meets the target")
         return 1
     print(f"\nchosen: {chosen.policy}")
+    if not chosen.surely_meets(options.target):
+        print(_warning(chosen, choose(tried, options.target, surely=True), options.target))
     if options.out is not None:
         save_choice(
             options.out,
@@ -129,21 +163,43 @@ def run(options: argparse.Namespace) -> int:
             options=writing_options(options),
             target=options.target._asdict(),
             quality=name,
+            surely_meets_target=chosen.surely_meets(options.target),
         )
     return 0
 
 
-_HEADER = f"{'policy':<38} {'seqs':>5} {'passes':>7}  {'times fewer (95%)':<20} {'quality (95%)':<24} {'loss (95%)':<26} ms/seq"
+def _header(unit: Unit) -> str:
+    quality, loss = (
+        ("quality (95%)", "loss (95%)") if unit == "share" else ("nats a token (95%)", "loss, nats a token (95%)")
+    )
+    return f"{'policy':<38} {'seqs':>5} {'passes':>7}  {'times fewer (95%)':<20} {quality:<26} {loss:<28} ms/seq"
+
+
+def _shown(interval: tuple[float, float, float], form: str) -> str:
+    value, low, high = (f"{number:{form}}" for number in interval)
+    return f"{value} ({low}..{high})"
+
+
+def _warning(chosen: Tried, sure: Tried | None, target: Target) -> str:
+    """What a reader must know of a choice whose interval reaches beyond the target."""
+    if target.speedup is not None:
+        reach = f"may take only {chosen.speedup.low:.2f} times fewer passes, not {target.speedup:g}"
+    elif chosen.unit == "share":
+        reach = f"may lose {chosen.loss.high:.2%}, not {target.loss:.2%}"
+    else:
+        reach = f"may lose {chosen.loss.high:.4f} nats a token, not {target.loss:g}"
+    if chosen.sequences < 2:
+        reach = "was measured on one sequence, which says nothing of others"
+    instead = f"{sure.policy} meets it for sure" if sure is not None else "none of those tried meets it for sure"
+    return f"warning: it {reach} (95% interval); {instead}, and more sequences tell better"
 
 
 def _row(one: Tried) -> str:
-    speedup, quality, loss = (
-        f"{value:{form}} ({low:{form}}..{high:{form}})"
-        for (value, low, high), form in ((one.speedup, ".2f"), (one.quality, ".4f"), (one.loss, "+.2%"))
-    )
+    speedup, quality = _shown(one.speedup, ".2f"), _shown(one.quality, ".4f")
+    loss = _shown(one.loss, "+.2%" if one.unit == "share" else "+.4f")
     end = "  given up" if one.given_up else ""
     return (
-        f"{one.policy:<38} {one.sequences:>5} {one.passes:>7.1f}  {speedup:<20} {quality:<24} {loss:<26} "
+        f"{one.policy:<38} {one.sequences:>5} {one.passes:>7.1f}  {speedup:<20} {quality:<26} {loss:<28} "
         f"{1000 * one.seconds:.1f}{end}"
     )
 
@@ -178,10 +234,10 @@ def _quality(
     from torch.nn.utils.rnn import pad_sequence
 
     from mdmi_fast.cli._sequences import are_tokens
-    from mdmi_fast.decoding.calibrate import accuracy, pseudo_likelihood
+    from mdmi_fast.decoding.calibrate import accuracy, log_likelihood
 
     if name == "pseudo-likelihood":
-        return pseudo_likelihood(model, attention_mask=attention_mask)
+        return log_likelihood(model, attention_mask=attention_mask)
     if name == "accuracy":
         targets: list[list[int]] = []
         for sequence in sequences:

@@ -1,16 +1,19 @@
 """Estimators: small networks that predict pairwise mutual information from hidden states."""
 
-from mdmi_fast.estimator.evaluate import Evaluation, PairReport, evaluate_estimator, evaluate_splits
+from mdmi_fast.estimator.evaluate import Evaluation, JudgedStates, PairReport, evaluate_estimator, evaluate_splits
 from mdmi_fast.estimator.network import Head, PairScorer, PairwiseMIEstimator, load_estimator
+from mdmi_fast.estimator.seen import SeenStates
 from mdmi_fast.estimator.train import TrainingProgress, train_estimator
 from mdmi_fast.estimator.window import Windowed
 
 __all__ = [
     "Evaluation",
     "Head",
+    "JudgedStates",
     "PairReport",
     "PairScorer",
     "PairwiseMIEstimator",
+    "SeenStates",
     "TrainingProgress",
     "Windowed",
     "evaluate_estimator",

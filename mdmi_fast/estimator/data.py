@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mdmi_fast import ops
+from mdmi_fast.estimator.seen import fingerprints
 from mdmi_fast.labels import Form, LabelSet, masked_pairs, stream_labels
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.call import call_model, visible_positions
@@ -173,17 +175,49 @@ def ask_once(
     return found
 
 
-def split_states(states: Sequence[Example], held_out: float, seed: int) -> tuple[Sequence[Example], Sequence[Example]]:
-    """Part the states, never the pairs of one state: (to train on, held out).
+def split_states(
+    states: Sequence[Example],
+    held_out: float,
+    seed: int,
+    *,
+    trained: Tensor | None = None,
+    pad: int | None = None,
+) -> tuple[Sequence[Example], Sequence[Example]]:
+    """Part the states: (to train on, held out). Pairs of one state stay together, and so do equal states.
+
+    Args:
+        states: of any lengths.
+        held_out: share of them that is only judged on; as many as there are, where there are fewer.
+        seed: of the choice.
+        trained: fingerprints of states that were trained on before, and are not held out.
+        pad: the padding token, see `fingerprints`.
 
     Raises:
-        ValueError: if there is no pair left to train on, or fewer than two are held out.
+        ValueError: if all states were trained on before, there is no pair left to train on, or fewer than two are held
+            out.
     """
     order = torch.randperm(len(states), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     count = max(1, round(held_out * len(order)))
-    if count >= len(order):
-        raise ValueError(f"train_estimator: holding out {count} states leaves nothing of {len(order)} to train on")
-    train, judge = [states[number] for number in order[count:]], [states[number] for number in order[:count]]
+    marks = fingerprints(states, pad).tolist()
+    known, alike = set() if trained is None else set(trained.tolist()), Counter(marks)
+    chosen: set[int] = set()
+    missing = count
+    for mark in (marks[number] for number in order):
+        if missing > 0 and mark not in known and mark not in chosen:
+            chosen.add(mark)
+            missing -= alike[mark]
+    if states and not chosen:
+        raise ValueError(
+            "train_estimator: labels must hold states that the estimator was not trained on before, some of which are "
+            f"held out, got {len(states)} that it was trained on"
+        )
+    train = [states[number] for number in order if marks[number] not in chosen]
+    judge = [states[number] for number in order if marks[number] in chosen]
+    if not train:
+        raise ValueError(
+            f"train_estimator: holding out {max(count, len(judge))} states leaves nothing of {len(order)} to train on "
+            f"({len(alike)} of them are different)"
+        )
     pairs, judged = (sum(len(state.mi) for state in part) for part in (train, judge))
     if pairs < 1 or judged < 2:
         raise ValueError(

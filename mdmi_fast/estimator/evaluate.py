@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import NamedTuple
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops
-from mdmi_fast.estimator.data import Batch, Labels, device_of, examples, read_batch
+from mdmi_fast.estimator.data import Batch, Example, Labels, device_of, examples, read_batch
 from mdmi_fast.estimator.network import PairScorer
+from mdmi_fast.estimator.seen import SeenStates, fingerprints, padding_of
 from mdmi_fast.models import MaskedModel
 
 BINS = (-torch.inf, 0.1, 0.5, 1.0)
@@ -54,6 +55,25 @@ class MaskRatio(NamedTuple):
     spearman: float
 
 
+class JudgedStates(NamedTuple):
+    """Which of the states given a report is about, by what the estimator's record says (`SeenStates`).
+
+    Attributes:
+        judged: states that were judged.
+        left_out: others that were not, because the estimator was trained on them.
+        trained_on: of those judged, the states it was trained on.
+        held_out: of those judged, the states that were held out in its training and chose the epoch that was kept, which
+            favours it a little.
+        complete: whether the record is of all its training; if not, it may have been trained on any other state.
+    """
+
+    judged: int
+    left_out: int
+    trained_on: int
+    held_out: int
+    complete: bool
+
+
 class PairReport(NamedTuple):
     """Predicted against labelled mutual information over all masked pairs; NaN where something does not exist.
 
@@ -74,6 +94,7 @@ class PairReport(NamedTuple):
             ordered, which is what decoding uses.
         top_partner: of the positions that depend on another one by tau or more, the share whose strongest partner is
             predicted to be the strongest.
+        states: which states the pairs are of.
     """
 
     pairs: int
@@ -90,6 +111,7 @@ class PairReport(NamedTuple):
     by_mask_ratio: tuple[MaskRatio, ...]
     partner_rank: float
     top_partner: float
+    states: JudgedStates
 
 
 class Evaluation(NamedTuple):
@@ -141,27 +163,33 @@ def evaluate_estimator(
     *,
     tau: float = 0.01,
     batch_size: int = 64,
+    all_states: bool = False,
 ) -> PairReport:
     """Compare an estimator's predictions with labels, pair by pair (i < j, both masked).
+
+    States that the estimator was trained on, as far as it has `seen` them on record, are left out.
 
     Args:
         estimator: a `PairScorer`, or any function of hidden [B, N, D] and mask [B, N] that gives mutual information
             [B, N, N] in nats.
         model: whose hidden states the labels belong to.
-        labels: states the estimator has not seen.
+        labels: states to judge it on.
         tau: nats below which a pair counts as independent.
         batch_size: states at once.
+        all_states: judge it on those it was trained on too.
 
     Returns:
-        PairReport.
+        PairReport; its field `states` says what was left out.
 
     Raises:
-        ValueError: if the labels hold fewer than two masked pairs, or one that is not finite (the "kl" form may be inf).
+        ValueError: if the estimator was trained on all the states, or those left hold fewer than two masked pairs, or one
+            that is not finite (the "kl" form may be inf).
 
     Numerics:
         Sums in float64.
     """
-    return _collect({"estimator": _as_source(estimator)}, estimator, model, labels, tau, batch_size)[0]["estimator"]
+    sources = {"estimator": _as_source(estimator)}
+    return _collect(sources, estimator, model, labels, tau, batch_size, all_states)[0]["estimator"]
 
 
 def evaluate_splits(
@@ -171,15 +199,17 @@ def evaluate_splits(
     *,
     tau: float = 0.01,
     batch_size: int = 64,
+    all_states: bool = False,
 ) -> Evaluation:
     """Judge an estimator beside the baselines on several sets of labels (row S16).
 
     Args:
         estimator: to be judged.
         model: whose hidden states the labels belong to.
-        splits: name -> states the estimator has not seen; the first ones are like those it will meet.
-        tau: as for `evaluate_estimator`, like batch_size.
+        splits: name -> states to judge it on; the first ones are like those it will meet.
+        tau: as for `evaluate_estimator`, like the rest.
         batch_size: states at once.
+        all_states: judge it on those it was trained on too.
 
     Raises:
         ValueError: as `evaluate_estimator`, or if there are no splits.
@@ -189,12 +219,44 @@ def evaluate_splits(
     sources = {"estimator": _as_source(estimator), **BASELINES}
     reports, samples = {}, {}
     for name, labels in splits.items():
-        reports[name], samples[name] = _collect(sources, estimator, model, labels, tau, batch_size)
+        reports[name], samples[name] = _collect(sources, estimator, model, labels, tau, batch_size, all_states)
     return Evaluation(reports, verdict(next(iter(reports.values()))["estimator"]), samples)
+
+
+def judged_states(
+    estimator: object, model: MaskedModel, labels: Labels, *, all_states: bool = False
+) -> tuple[Sequence[Example], JudgedStates]:
+    """The states of labels that an estimator is judged on, and what is known of them.
+
+    Args:
+        estimator: one with a record in its attribute `seen`; any other may have been trained on any state.
+        model: whose padding does not count.
+        labels: the states.
+        all_states: leave none out.
+    """
+    states = examples(labels)
+    seen: SeenStates = getattr(estimator, "seen", None) or SeenStates.none(complete=False)
+    marks = fingerprints(states, padding_of(model))
+    trained, held_out = torch.isin(marks, seen.trained), torch.isin(marks, seen.held_out)
+    kept = torch.full_like(trained, True) if all_states else ~trained
+    told = JudgedStates(
+        judged=int(kept.sum()),
+        left_out=int((~kept).sum()),
+        trained_on=int((trained & kept).sum()),
+        held_out=int(held_out.sum()),
+        complete=seen.complete,
+    )
+    return [states[number] for number in kept.nonzero().flatten().tolist()], told
 
 
 def verdict(report: PairReport) -> str:
     """One line that begins with "usable" or "retrain", by the limits of rows S6 and S14."""
+    said = _verdict(report)
+    trained_on = report.states.trained_on
+    return f"{said}; trained on {trained_on} of the {report.states.judged} states judged" if trained_on else said
+
+
+def _verdict(report: PairReport) -> str:
     r = f"Pearson r = {report.pearson:.3f}"
     if not report.pearson >= POOR:
         return f"retrain: {r}, below {POOR}"
@@ -225,9 +287,16 @@ def _collect(
     labels: Labels,
     tau: float,
     batch_size: int,
+    all_states: bool,
 ) -> tuple[dict[str, PairReport], Tensor]:
     """A report for every source in one run of the model, and a sample of what the first source predicts."""
-    device, states = device_of(estimator), examples(labels)
+    device = device_of(estimator)
+    states, told = judged_states(estimator, model, labels, all_states=all_states)
+    if told.left_out and not states:
+        raise ValueError(
+            f"evaluate_estimator: labels must hold states that the estimator was not trained on, got {told.left_out} that "
+            "it was trained on; all_states=True judges it on them"
+        )
     values: dict[str, list[Tensor]] = {name: [torch.zeros(0, dtype=torch.float32, device="cpu")] for name in sources}
     partners: dict[str, list[Tensor]] = {name: [] for name in sources}
     actual, ratios = ([torch.zeros(0, dtype=torch.float32, device="cpu")] for _ in range(2))
@@ -252,13 +321,20 @@ def _collect(
         if name in BASELINES:
             p = _fitted(p, a)
         rank_sum, ranked, hits, dependent = torch.stack(partners[name]).sum(0).tolist()
-        reports[name] = _report(p, a, ratio, some, tau, _share(rank_sum, ranked), _share(hits, dependent))
+        reports[name] = _report(p, a, ratio, some, tau, _share(rank_sum, ranked), _share(hits, dependent), told)
     judged = torch.cat(values[next(iter(sources))]).double()
     return reports, torch.stack([judged[some], a[some]], 1)
 
 
 def _report(
-    p: Tensor, a: Tensor, ratio: Tensor, some: Tensor, tau: float, partner_rank: float, top_partner: float
+    p: Tensor,
+    a: Tensor,
+    ratio: Tensor,
+    some: Tensor,
+    tau: float,
+    partner_rank: float,
+    top_partner: float,
+    states: JudgedStates,
 ) -> PairReport:
     error = (p - a).abs()
     calibration = tuple(
@@ -287,6 +363,7 @@ def _report(
         by_mask_ratio=tuple(by_ratio),
         partner_rank=partner_rank,
         top_partner=top_partner,
+        states=states,
     )
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mdmi_fast import ops
+from mdmi_fast.estimator.seen import SeenStates
 from mdmi_fast.files import cache_folder, replace_file
 from mdmi_fast.labels import masked_pairs
 from mdmi_fast.models import MaskedModel
@@ -83,6 +84,7 @@ class PairScorer(nn.Module):
 
     Attributes:
         trained_on: the model whose states it was trained on (`identity`); None: unknown.
+        seen: which states it was trained on; saved with it. None: nobody has kept a record.
         provenance: what else it was made from (label form, states ...); saved with it, read by people.
         precision: of the products of the dense layers outside of inference, as for `ops.pairwise_mlp`.
     """
@@ -106,6 +108,7 @@ class PairScorer(nn.Module):
             raise ValueError(f"{type(self).__name__}: hidden_size must be at least 1, got {hidden_size}")
         self.hidden_size = hidden_size
         self.trained_on: dict[str, Any] | None = None
+        self.seen: SeenStates | None = None
         self.provenance: dict[str, Any] = {}
         self.precision: str | None = None
         self._frozen: _Frozen | None = None
@@ -368,9 +371,13 @@ class PairScorer(nn.Module):
             "trained_on": self.trained_on,
             "provenance": self.provenance,
         }
+        tensors = {name: value.contiguous() for name, value in self.state_dict().items()}
+        if self.seen is not None:
+            config["seen"] = self.seen.summary()
+            tensors |= self.seen.tensors()
         text = json.dumps(config, indent=2) + "\n"
         with replace_file(folder / WEIGHTS_FILE) as temporary:
-            save_file({name: value.contiguous() for name, value in self.state_dict().items()}, temporary)
+            save_file(tensors, temporary)
         with replace_file(folder / CONFIG_FILE) as temporary:
             temporary.write_text(text)
 
@@ -396,8 +403,10 @@ class PairScorer(nn.Module):
             )
         try:
             estimator = cls(**config["configuration"])
-            estimator.load_state_dict(load_file(folder / WEIGHTS_FILE), assign=True)  # on the CPU, in the file's dtype
-        except (SafetensorError, RuntimeError, TypeError) as error:
+            weights = load_file(folder / WEIGHTS_FILE)
+            estimator.seen = SeenStates.taken_from(weights, config.get("seen"))
+            estimator.load_state_dict(weights, assign=True)  # on the CPU, in the file's dtype
+        except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{folder}: weights and configuration do not make an estimator: {error}") from error
         estimator.trained_on, estimator.provenance = config.get("trained_on"), config.get("provenance", {})
         return estimator.eval()

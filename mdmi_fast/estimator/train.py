@@ -18,6 +18,7 @@ from mdmi_fast._threads import one_torch_thread
 from mdmi_fast.estimator.data import Example, Labels, ask_once, examples, read_batch, split_states
 from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
 from mdmi_fast.estimator.network import E, PairScorer
+from mdmi_fast.estimator.seen import SeenStates, fingerprints, padding_of
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import describe_model, identity
@@ -124,12 +125,13 @@ def train_estimator(
     was interrupted, provided the model answers a state the same every time.
 
     Args:
-        estimator: trained in place, on the device of its weights; `trained_on` is set to the model.
+        estimator: trained in place, on the device of its weights; `trained_on` is set to the model, and these states join
+            those it has `seen`.
         model: whose hidden states the labels belong to, on the same device.
         labels: of states of this model: a `LabelSet`, or the list that `read_examples` gives, of any lengths. The model
             is asked once about states that do not bring their hidden states (in every epoch beyond 1 GiB of answers).
         old: labels of before the model moved; as many as there are new ones are mixed into every epoch, drawn anew, so that
-            what was learned is not forgotten. Never judged on.
+            what was learned is not forgotten. Never judged on; those that are held out of labels are left out.
         epochs: most passes over the states; the rate falls to 0 along a cosine.
         batch_size: states a step, over all processes; a state brings all of its pairs.
         learning_rate: of AdamW, with gradients clipped at norm 1.
@@ -137,7 +139,8 @@ def train_estimator(
         transform: of `PairLoss`, like the next two.
         underestimation: how much heavier a prediction below the label weighs than one above.
         emphasis: how much heavier pairs of high mutual information weigh.
-        held_out: share of the states that is only judged on.
+        held_out: share of the states that is only judged on. Equal states stay together, and none is held out that the
+            estimator was trained on before.
         patience: epochs without a better held-out correlation before it stops.
         seed: of the split and the order.
         checkpoint: file that is written after every epoch; where it exists, training goes on from it, with the result of
@@ -148,7 +151,8 @@ def train_estimator(
         The estimator in evaluation mode and its report on the held-out states.
 
     Raises:
-        ValueError: if there are too few states or pairs, a label is not finite, model, estimator and kept hidden states
+        ValueError: if there are too few states or pairs, the estimator was trained on all of them before, a label is not
+            finite, model, estimator and kept hidden states
             are not of one width, epochs or batch_size is less than 1, held_out or an option of the loss is out of range,
             the checkpoint is damaged or of other settings, or the loss stops being a number.
     """
@@ -161,7 +165,11 @@ def train_estimator(
     estimator.check_model(model, moved=True)
     _check_labels("labels", states, estimator.hidden_size)
     _check_labels("old", old_states, estimator.hidden_size)
-    train, judge = split_states(states, held_out, seed)
+    before, pad = estimator.seen or SeenStates.none(complete=estimator.trained_on is None), padding_of(model)
+    train, judge = split_states(states, held_out, seed, trained=before.trained, pad=pad)
+    judged = fingerprints(judge, pad)
+    kept_old = ~torch.isin(fingerprints(old_states, pad), judged)
+    old_states = [state for state, kept in zip(old_states, kept_old.tolist(), strict=True) if kept]
     steps = -(-len(_order(len(train), len(old_states), seed, 0)) // batch_size)
     trainer = _Trainer(estimator, model, loss, learning_rate, weight_decay, epochs * steps)
     settings = {
@@ -182,6 +190,7 @@ def train_estimator(
         # From above the labels the first steps would run into the depths where an output is 0 and has no slope.
         mi = torch.cat([state.mi for state in train])
         estimator.begin_at(loss.constant(mi if estimator.output == "identity" else mi.clamp(min=0)))
+    estimator.seen = before.after(fingerprints([*train, *old_states], pad), judged)
     run = _Run(estimator, trainer.optimizer, None if checkpoint is None else Path(checkpoint), settings)
     train, judge, old_states = (
         ask_once(part, model, trainer.device, needs_stats=estimator.needs_stats) for part in (train, judge, old_states)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mdmi_fast import ops
 from mdmi_fast.estimator.network import PairScorer
+from mdmi_fast.estimator.seen import SeenStates
 
 
 class Windowed:
@@ -30,6 +31,11 @@ class Windowed:
         if window < 1:
             raise ValueError(f"Windowed: window must be at least 1, got {window}")
         self.estimator, self.window = estimator, window
+
+    @property
+    def seen(self) -> SeenStates | None:
+        """As that of the estimator."""
+        return self.estimator.seen
 
     def __repr__(self) -> str:
         return f"Windowed({type(self.estimator).__name__}, window={self.window})"
