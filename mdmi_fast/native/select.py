@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mdmi_fast import _C
 from mdmi_fast._threads import get_num_threads
-from mdmi_fast.native._memory import DTYPE, mask_of, single_or_double
+from mdmi_fast.native._memory import DTYPE, address_of, mask_of, single_or_double
 from mdmi_fast.native.pairwise import Pairs, prepare_pairwise, scoring_refusals
 
 NO_LIMIT = 2**62
@@ -16,6 +16,10 @@ NO_LIMIT = 2**62
 def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
     """Why this backend cannot run a call."""
     return scoring_refusals(tensors[1:], precision) if op == "score_and_select" else []
+
+
+def _at_most(limit: int | None) -> int:
+    return NO_LIMIT if limit is None else min(limit, NO_LIMIT)
 
 
 def _new_selection(like: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +54,7 @@ def select_budget_band(
     band = single_or_double(band)
     window, (batch, row, column) = band.shape[2] // 2, band.stride()
     # [i, j] of a matrix is band[i, window + j - i]: one step down is one back as well
-    at_zero = band.data_ptr() + window * column * band.element_size()
+    at_zero = address_of("band", band) + window * column * band.element_size()
     matrix = (at_zero, DTYPE[band.dtype], (batch, row - column, column), window)
     return _within_budget("select_budget_band", entropy, mask, matrix, gamma, lam, entropy_weight, order, limit)
 
@@ -84,7 +88,7 @@ def _within_budget(
         lam,
         entropy_weight,
         order == "cheapest",
-        NO_LIMIT if limit is None else limit,
+        _at_most(limit),
         selected.data_ptr(),
         spent.data_ptr(),
         get_num_threads(),
@@ -107,7 +111,7 @@ def select_threshold(
         DTYPE[mi.dtype],
         mi.stride(),
         tau,
-        NO_LIMIT if limit is None else limit,
+        _at_most(limit),
         selected.data_ptr(),
         spent.data_ptr(),
         get_num_threads(),
@@ -165,7 +169,7 @@ def score_and_select_counted(
         gamma.data_ptr(),
         lam,
         entropy_weight,
-        NO_LIMIT if limit is None else limit,
+        _at_most(limit),
         selected.data_ptr(),
         spent.data_ptr(),
         get_num_threads(),
