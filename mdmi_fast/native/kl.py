@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mdmi_fast import _C
 from mdmi_fast._threads import get_num_threads
-from mdmi_fast.native._memory import DTYPE, Layout, Rows, rows_of, same_width
+from mdmi_fast.native._memory import DTYPE, Layout, Rows, address_of, rows_of, same_width
 from mdmi_fast.native.stats import entropy_backward
 
 Stack = tuple[Rows, Layout, int]
@@ -19,7 +19,7 @@ def _stack(logits: Tensor, weights: Tensor | None) -> tuple[tuple[Tensor, Tensor
     logits, rows = rows_of(logits, skip=1)
     weights = None if weights is None else weights.double().contiguous()
     layout = (logits.shape[0], logits.stride(0), n_rows)
-    return (logits, weights), (rows, layout, 0 if weights is None else weights.data_ptr())
+    return (logits, weights), (rows, layout, 0 if weights is None else address_of("weights", weights))
 
 
 def _out(x: Tensor) -> tuple[int, int]:
@@ -66,7 +66,8 @@ def expected_entropy(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def expected_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
-    return entropy_backward(grad.double() * weights.double(), logits)
+    # what weighs nothing gets nothing, also of an infinite gradient
+    return entropy_backward(torch.where(weights == 0, 0.0, grad.double() * weights.double()), logits)
 
 
 def expected_kl(logits: Tensor, weights: Tensor | None, base_logits: Tensor) -> Tensor:
