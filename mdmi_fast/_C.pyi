@@ -21,6 +21,7 @@ Gradients = tuple[int, int, Sequence[int], Sequence[int], int, int]
 ROW_STATE_BYTES: int
 sudoku_weights: int
 sudoku_hidden: int
+sudoku_codes: int
 no_window: int
 
 def isa() -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+_MOST = 1024
 _threads: int | None = None
 
 
@@ -14,7 +15,7 @@ def set_num_threads(n: int) -> None:
     """Sets the number of threads of the C++ backend for this process.
 
     Args:
-        n: at least 1.
+        n: at least 1; more than 1,024 are never used.
 
     Raises:
         TypeError: n is not an int.
@@ -36,9 +37,7 @@ def set_num_threads(n: int) -> None:
         raise TypeError(f"set_num_threads: n must be an int, got {type(n).__name__}")
     if n < 1:
         raise ValueError(f"set_num_threads: n must be at least 1, got {n}")
-    if n >= 2**31:
-        raise ValueError(f"set_num_threads: n must be at most {2**31 - 1}, got {n}")
-    _threads = n
+    _threads = min(n, _MOST)
 
 
 def get_num_threads() -> int:

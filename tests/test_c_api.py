@@ -141,6 +141,29 @@ def test_what_makes_no_sense_is_said(library: Any, state: tuple[Tensor, Tensor, 
     assert library.mdmi_last_error() == b"mdmi_network_new: n_layers must be at least 0, got -1"
 
 
+def test_what_no_memory_holds_is_refused(library: Any, state: tuple[Tensor, Tensor, Tensor]) -> None:
+    def refused(code: int) -> str:
+        assert code == -1
+        return library.mdmi_last_error().decode()
+
+    entropy, mi, _ = state
+    selected, spent, gamma = torch.empty(B, N, dtype=torch.bool), torch.empty(B).double(), torch.ones(B).double()
+    tail = (Real(1), Real(1), Int(0), Size(0), at(selected), at(spent), Int(1))
+    assert "entropy must be an array of sizes [3, 9], got NULL" in refused(
+        library.mdmi_select_budget(Size(B), Size(N), None, at(mi), None, at(gamma), *tail)
+    )
+    assert "mi must fit into memory" in refused(
+        library.mdmi_select_budget(Size(2**30), Size(2**20), at(entropy), at(mi), None, at(gamma), *tail)
+    )
+    assert "logits must fit into memory" in refused(
+        library.mdmi_token_stats(at(mi), Size(2**40), Size(2**40), None, None, None, Int(1))
+    )
+    for exponent, message in ((62, b"w_out must fit into memory"), (58, b"mdmi_network_new: not enough memory")):
+        widths = (Size * 1)(2**exponent)
+        assert not library.mdmi_network_new(Size(0), widths, None, None, at(entropy), ctypes.c_float(0))
+        assert message in library.mdmi_last_error()
+
+
 def test_a_program_in_c_compiles_and_says_what_ops_says(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:

@@ -1,13 +1,17 @@
 // The functions of mdmi_fast.h: arguments checked, exceptions turned into return codes.
 #include "api/mdmi_fast.h"
 
-#include <stdexcept>
+#include <cstdio>
+#include <exception>
+#include <new>
 #include <string>
 #include <vector>
 
+#include "drivers/checks.hpp"
 #include "drivers/pairwise.hpp"
 #include "drivers/select.hpp"
 #include "drivers/stats.hpp"
+#include "drivers/threads.hpp"
 
 struct mdmi_network {
   mdmi::PackedNetwork packed;
@@ -16,64 +20,80 @@ struct mdmi_network {
 
 namespace {
 
+using mdmi::array;
+using mdmi::array_or_null;
 using mdmi::Dtype;
+using mdmi::refuse;
 
-thread_local std::string last_error;
+// No std::string: saying what went wrong must not itself go wrong.
+thread_local char last_error[512];
 
-void require(bool holds, const std::string& message) {
-  if (!holds) throw std::invalid_argument(message);
+void require_sizes(const char* function, int64_t batch, int64_t n) {
+  if (batch < 0) refuse(function, "batch must be at least 0, got " + std::to_string(batch));
+  mdmi::require_positions(function, n);
 }
 
-void require_sizes(const std::string& function, int64_t batch, int64_t n, int threads) {
-  require(batch >= 0 && n >= 0,
-          function + ": sizes must be at least 0, got batch " + std::to_string(batch) + " and n " + std::to_string(n));
-  require(threads >= 1, function + ": threads must be at least 1, got " + std::to_string(threads));
+int checked_threads(const char* function, int threads) {
+  if (threads < 1) refuse(function, "threads must be at least 1, got " + std::to_string(threads));
+  return mdmi::usable_threads(threads);
 }
 
-void require_between(const std::string& function, const char* name, int value, int last) {
-  require(value >= 0 && value <= last,
-          function + ": " + name + " must lie in 0.." + std::to_string(last) + ", got " + std::to_string(value));
+void require_between(const char* function, const char* name, int value, int last) {
+  if (value < 0 || value > last)
+    refuse(function, std::string(name) + " must lie in 0.." + std::to_string(last) + ", got " + std::to_string(value));
 }
 
-// Not finite or below 0.
-void require_weight(const std::string& function, const char* name, double value) {
-  require(value >= 0.0 && value < __builtin_inf(),
-          function + ": " + name + " must be finite and at least 0, got " + std::to_string(value));
+void require_weight(const char* function, const char* name, double value) {
+  if (!(value >= 0.0 && value < __builtin_inf()))
+    refuse(function, std::string(name) + " must be finite and at least 0, got " + std::to_string(value));
 }
 
-int64_t checked_limit(const std::string& function, int64_t limit) {
-  require(limit >= 0, function + ": limit must be at least 1, or MDMI_NO_LIMIT, got " + std::to_string(limit));
+int64_t checked_limit(const char* function, int64_t limit) {
+  if (limit < 0) refuse(function, "limit must be at least 1, or MDMI_NO_LIMIT, got " + std::to_string(limit));
   return limit == MDMI_NO_LIMIT ? INT64_MAX : limit;
 }
 
-mdmi::Positions positions(int64_t batch, int64_t n, const float* entropy, const uint8_t* mask) {
-  return {batch, n, entropy, Dtype::f32, n, 1, mask, n, 1};
+mdmi::Positions positions(const char* function, int64_t batch, int64_t n, const float* entropy, const uint8_t* mask) {
+  return {batch, n, array(function, "entropy", entropy, {batch, n}), Dtype::f32, n, 1, mask, n, 1};
 }
 
-mdmi::MiMatrix matrix(int64_t n, const float* mi) { return {mi, Dtype::f32, n * n, n, 1}; }
+mdmi::MiMatrix matrix(const char* function, int64_t batch, int64_t n, const float* mi) {
+  return {array(function, "mi", mi, {batch, n, n}), Dtype::f32, n * n, n, 1};
+}
+
+void keep_error(const char* message) { std::snprintf(last_error, sizeof last_error, "%s", message); }
 
 template <class Body>
-int guarded(Body body) {
+int guarded(const char* function, Body body) {
   try {
     body();
     return 0;
+  } catch (const std::bad_alloc&) {
+    std::snprintf(last_error, sizeof last_error, "%s: not enough memory", function);
   } catch (const std::exception& error) {
-    last_error = error.what();
-    return -1;
+    keep_error(error.what());
+  } catch (...) {
+    std::snprintf(last_error, sizeof last_error, "%s: unknown error", function);
   }
+  return -1;
 }
 
 }  // namespace
 
-const char* mdmi_last_error(void) { return last_error.c_str(); }
+const char* mdmi_last_error(void) { return last_error; }
 
 int mdmi_token_stats(const float* logits, int64_t rows, int64_t vocabulary, float* entropy, float* confidence,
                      int64_t* token, int threads) {
-  return guarded([&] {
-    require_sizes("mdmi_token_stats", rows, vocabulary, threads);
-    require(vocabulary >= 1, "mdmi_token_stats: vocabulary must be at least 1, got 0");
+  const char* name = "mdmi_token_stats";
+  return guarded(name, [&] {
+    if (rows < 0) refuse(name, "rows must be at least 0, got " + std::to_string(rows));
+    if (vocabulary < 1) refuse(name, "vocabulary must be at least 1, got " + std::to_string(vocabulary));
+    array(name, "logits", logits, {rows, vocabulary});
     mdmi::StatsOut out;
-    out.entropy = entropy, out.confidence = confidence, out.token = token;
+    out.entropy = array_or_null(name, "entropy", entropy, {rows});
+    out.confidence = array_or_null(name, "confidence", confidence, {rows});
+    out.token = array_or_null(name, "token", token, {rows});
+    threads = checked_threads(name, threads);
     mdmi::row_stats({logits, Dtype::f32, 1, vocabulary, 0}, rows, vocabulary, out, threads);
   });
 }
@@ -81,52 +101,75 @@ int mdmi_token_stats(const float* logits, int64_t rows, int64_t vocabulary, floa
 int mdmi_select_budget(int64_t batch, int64_t n, const float* entropy, const float* mi, const uint8_t* mask,
                        const double* gamma, double lam, double entropy_weight, int order, int64_t limit,
                        uint8_t* selected, double* spent, int threads) {
-  return guarded([&] {
-    const std::string name = "mdmi_select_budget";
-    require_sizes(name, batch, n, threads);
+  const char* name = "mdmi_select_budget";
+  return guarded(name, [&] {
+    require_sizes(name, batch, n);
+    const mdmi::Positions of_entropy = positions(name, batch, n, entropy, mask);
+    const mdmi::MiMatrix pairs = matrix(name, batch, n, mi);
+    array(name, "gamma", gamma, {batch});
     for (int64_t b = 0; b < batch; ++b)
-      require(gamma[b] >= 0.0,
-              name + ": gamma must be at least 0, got " + std::to_string(gamma[b]) + " at batch " + std::to_string(b));
+      if (!(gamma[b] >= 0.0))
+        refuse(name, "gamma must be at least 0, got " + std::to_string(gamma[b]) + " at batch " + std::to_string(b));
     require_weight(name, "lam", lam);
     require_weight(name, "entropy_weight", entropy_weight);
     require_between(name, "order", order, MDMI_ORDER_CHEAPEST);
     const mdmi::BudgetRule rule{gamma, lam, entropy_weight, order == MDMI_ORDER_CHEAPEST, checked_limit(name, limit)};
-    mdmi::select_budget("select_budget", positions(batch, n, entropy, mask), matrix(n, mi), rule, selected, spent,
-                        threads);
+    array(name, "selected", selected, {batch, n});
+    array(name, "spent", spent, {batch});
+    threads = checked_threads(name, threads);
+    mdmi::select_budget("select_budget", of_entropy, pairs, rule, selected, spent, threads);
   });
 }
 
 int mdmi_select_threshold(int64_t batch, int64_t n, const float* entropy, const float* mi, const uint8_t* mask,
                           double tau, int64_t limit, uint8_t* selected, double* spent, int threads) {
-  return guarded([&] {
-    const std::string name = "mdmi_select_threshold";
-    require_sizes(name, batch, n, threads);
-    require(tau == tau, name + ": tau must not be NaN");
+  const char* name = "mdmi_select_threshold";
+  return guarded(name, [&] {
+    require_sizes(name, batch, n);
+    const mdmi::Positions of_entropy = positions(name, batch, n, entropy, mask);
+    const mdmi::MiMatrix pairs = matrix(name, batch, n, mi);
+    if (tau != tau) refuse(name, "tau must not be NaN");
     const int64_t most = checked_limit(name, limit);
-    mdmi::select_threshold(positions(batch, n, entropy, mask), matrix(n, mi), tau, most, selected, spent, threads);
+    array(name, "selected", selected, {batch, n});
+    array(name, "spent", spent, {batch});
+    threads = checked_threads(name, threads);
+    mdmi::select_threshold(of_entropy, pairs, tau, most, selected, spent, threads);
   });
 }
 
 int mdmi_color(int64_t batch, int64_t n, const float* mi, const uint8_t* mask, double tau, int64_t* group,
                int threads) {
-  return guarded([&] {
-    require_sizes("mdmi_color", batch, n, threads);
-    require(tau == tau, "mdmi_color: tau must not be NaN");
-    mdmi::color(positions(batch, n, nullptr, mask), matrix(n, mi), tau, group, threads);
+  const char* name = "mdmi_color";
+  return guarded(name, [&] {
+    require_sizes(name, batch, n);
+    const mdmi::MiMatrix pairs = matrix(name, batch, n, mi);
+    if (tau != tau) refuse(name, "tau must not be NaN");
+    array(name, "group", group, {batch, n});
+    threads = checked_threads(name, threads);
+    mdmi::color({batch, n, nullptr, Dtype::f32, 0, 0, mask, n, 1}, pairs, tau, group, threads);
   });
 }
 
 mdmi_network* mdmi_network_new(int64_t n_layers, const int64_t* widths, const float* const* weights,
                                const float* const* biases, const float* w_out, float b_out) {
+  const char* name = "mdmi_network_new";
   mdmi_network* network = nullptr;
-  guarded([&] {
-    require(n_layers >= 0, "mdmi_network_new: n_layers must be at least 0, got " + std::to_string(n_layers));
+  guarded(name, [&] {
+    if (n_layers < 0) refuse(name, "n_layers must be at least 0, got " + std::to_string(n_layers));
+    array(name, "weights", weights, {n_layers});
+    array(name, "biases", biases, {n_layers});
+    array(name, "widths", widths, {n_layers + 1});
     std::vector<mdmi::LayerWeights> layers;
     for (int64_t k = 0; k <= n_layers; ++k) {
-      require(widths[k] >= 1, "mdmi_network_new: widths must be at least 1, got " + std::to_string(widths[k]));
-      if (k > 0) layers.push_back({weights[k - 1], biases[k - 1], widths[k - 1], widths[k]});
+      if (widths[k] < 1) refuse(name, "widths must be at least 1, got " + std::to_string(widths[k]));
+      if (k == 0) continue;
+      const std::string of_layer = "[" + std::to_string(k - 1) + "]";
+      layers.push_back({array(name, ("weights" + of_layer).c_str(), weights[k - 1], {widths[k - 1], widths[k]}),
+                        array(name, ("biases" + of_layer).c_str(), biases[k - 1], {widths[k]}), widths[k - 1],
+                        widths[k]});
     }
-    network = new mdmi_network{{layers, w_out, widths[n_layers], b_out, false}, widths[0]};
+    const int64_t last = widths[n_layers];
+    network = new mdmi_network{{layers, array(name, "w_out", w_out, {last}), last, b_out, false}, widths[0]};
   });
   return network;
 }
@@ -135,16 +178,19 @@ void mdmi_network_free(mdmi_network* network) { delete network; }
 
 int mdmi_score_pairs(const mdmi_network* network, int64_t batch, int64_t n, const float* u, const float* v,
                      const uint8_t* mask, int symmetry, int combine, int activation, float* scores, int threads) {
-  return guarded([&] {
-    const std::string name = "mdmi_score_pairs";
-    require(network != nullptr, name + ": network must not be NULL");
-    require_sizes(name, batch, n, threads);
+  const char* name = "mdmi_score_pairs";
+  return guarded(name, [&] {
+    if (network == nullptr) refuse(name, "network must not be NULL");
+    require_sizes(name, batch, n);
+    const int64_t width = network->width, stride = mdmi::count_of(name, "u", {n, width});
+    array(name, "u", u, {batch, n, width});
+    array(name, "v", v, {batch, n, width});
     require_between(name, "symmetry", symmetry, MDMI_SYMMETRY_UPPER);
     require_between(name, "combine", combine, MDMI_COMBINE_MULTIPLY);
     require_between(name, "activation", activation, MDMI_ACTIVATION_SOFTPLUS);
-    const int64_t width = network->width;
-    const mdmi::Halves halves{u,     v,     Dtype::f32, Dtype::f32, n * width, width, n * width,
-                              width, batch, n,          width,      mask,      n,     1};
+    array(name, "scores", scores, {batch, n, n});
+    threads = checked_threads(name, threads);
+    const mdmi::Halves halves{u, v, Dtype::f32, Dtype::f32, stride, width, stride, width, batch, n, width, mask, n, 1};
     const mdmi::PairRule rule{mdmi::Symmetry(symmetry), combine == MDMI_COMBINE_MULTIPLY,
                               activation == MDMI_ACTIVATION_SOFTPLUS};
     mdmi::score_all(network->packed, halves, rule, scores, threads);

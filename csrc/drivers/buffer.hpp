@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <new>
 
@@ -18,6 +19,7 @@ using Buffer = std::unique_ptr<T[], FreeAligned>;
 
 template <class T>
 Buffer<T> make_buffer(std::size_t n) {
+  if (n > PTRDIFF_MAX / sizeof(T) - kCacheLine) throw std::bad_array_new_length();
   return Buffer<T>(static_cast<T*>(::operator new(n * sizeof(T) + kCacheLine, std::align_val_t(kCacheLine))));
 }
 

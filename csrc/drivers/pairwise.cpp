@@ -28,7 +28,9 @@ PackedNetwork::PackedNetwork(const std::vector<LayerWeights>& layers, const floa
     : b_out_(b_out), bf16_(bf16) {
   const Kernels& k = kernels();
   int64_t floats = padded(last_width);
-  for (const LayerWeights& layer : layers) floats += padded(layer.out) + padded(layer.out) * k.slots_of(layer.in, bf16);
+  for (const LayerWeights& layer : layers)
+    if (__builtin_add_overflow(floats, padded(layer.out) * (1 + k.slots_of(layer.in, bf16)), &floats))
+      throw std::bad_array_new_length();
   storage_ = make_buffer<float>(size_t(floats));
   float* to = storage_.get();
   w_out_ = put_padded(w_out, last_width, to);

@@ -13,6 +13,13 @@ using TaskBody = void (*)(void* context, int64_t task, int worker);
 // A call made while another one runs (a second Python thread, or a nested call) runs on the caller alone.
 void run_tasks(int64_t n_tasks, int threads, TaskBody body, void* context);
 
+// More than this many are never started: nobody has the processors, and each costs its scratch memory.
+constexpr int kMostThreads = 1024;
+
+inline int usable_threads(int64_t threads) {
+  return int(threads < 1 ? 1 : threads > kMostThreads ? kMostThreads : threads);
+}
+
 template <class Body>
 void parallel_for(int64_t n_tasks, int threads, Body&& body) {
   run_tasks(

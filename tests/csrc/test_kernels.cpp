@@ -267,7 +267,14 @@ void test_pairs(const std::vector<int64_t>& widths, mdmi::Symmetry symmetry, boo
   for (Floats& w : d_weights) out.weights.push_back(w.data());
   for (Floats& b : d_biases) out.biases.push_back(b.data());
   out.u = du.data(), out.v = dv.data(), out.w_out = d_w_out.data(), out.b_out = &d_b_out;
-  mdmi::score_all_backward(weights, halves, rule, grad.data(), out, 2);
+  mdmi::score_all_backward(weights, halves, rule, grad.data(), out, 1);
+  const std::vector<Floats> alone = {du, dv, d_w_out};
+  const std::vector<Floats> weights_alone = d_weights, biases_alone = d_biases;
+  for (int threads : {2, 3, 4}) {
+    mdmi::score_all_backward(weights, halves, rule, grad.data(), out, threads);
+    expect(std::vector<Floats>({du, dv, d_w_out}) == alone && d_weights == weights_alone && d_biases == biases_alone,
+           "gradients do not depend on the number of threads");
+  }
   double slope = double(d_b_out) * double(direction.b_out), expected_slope = 0.0, size = 1.0;
   const auto add = [&](const Floats& gradient, const Floats& along) {
     for (size_t k = 0; k < gradient.size(); ++k) {
@@ -284,6 +291,45 @@ void test_pairs(const std::vector<int64_t>& widths, mdmi::Symmetry symmetry, boo
   add(dv, v_direction);
   for (size_t k = 0; k < expected.size(); ++k) expected_slope += double(grad[k]) * expected[k].slope;
   expect_near(slope, expected_slope, 1e-5 * size, "gradient");
+}
+
+// What fills up a row or a vector must not meet an infinity: whatever the width, one inf in u makes its scores inf.
+void test_infinities(const std::vector<int64_t>& widths, bool bf16) {
+  Net net(widths);
+  for (Floats& w : net.weights) w.assign(w.size(), 0.5f);
+  net.w_out.assign(net.w_out.size(), 1.0f);
+  const int64_t width = widths[0];
+  Floats u(static_cast<size_t>(3 * width), 0.0f), v = u, scores(9);
+  u[size_t(width + width / 2)] = float(kInf);
+  const mdmi::Halves halves{u.data(), v.data(), Dtype::f32, Dtype::f32, 3 * width, width, 3 * width,
+                            width,    1,        3,          width,      nullptr,   0,     0};
+  const mdmi::NetworkWeights view = net.view(bf16);
+  const mdmi::PackedNetwork packed(view.layers, view.w_out, view.last_width, view.b_out, bf16);
+  mdmi::score_all(packed, halves, {mdmi::Symmetry::none, false, false}, scores.data(), 1);
+  for (int64_t j : {0, 2}) {
+    expect_near(scores[size_t(3 + j)], kInf, 0.0, "score of an infinite state");
+    expect(std::isfinite(scores[size_t(3 * j + 2 - j)]), "score beside an infinite state");
+  }
+}
+
+// Logits as far apart as float32 allows: the divergence is as large as they are, and inf only beyond float32.
+void test_distant_logits(int64_t width) {
+  const float lowest = std::numeric_limits<float>::lowest();
+  Floats p(size_t(2 * width), 0.0f), q(size_t(2 * width), lowest);
+  q[0] = 0.0f;                 // the first row: KL = (1 - 1 / width) |lowest|
+  q[size_t(width)] = -lowest;  // the second: twice as much, which is inf from three logits on
+  Floats kl(2), d_p(p.size()), d_q(q.size());
+  const mdmi::Rows base{q.data(), Dtype::f32, 2, 0, width};
+  const mdmi::Stack stack{{p.data(), Dtype::f32, 2, 0, width}, 1, 2 * width, 2, nullptr};
+  mdmi::stack_stats(stack, &base, width, {nullptr, nullptr, kl.data()}, 1);
+  const double share = 1.0 - 1.0 / double(width), top = -double(lowest);
+  expect_near(kl[0], share * top, 1e-6 * top, "divergence of distant logits");
+  expect_near(kl[1], 2.0 * share <= 1.0 ? 2.0 * share * top : kInf, 1e-6 * top, "divergence of opposite logits");
+  const Doubles grad(2, 1.0);
+  mdmi::expected_kl_backward(stack, base, width, grad.data(), {d_p.data(), Dtype::f32}, {d_q.data(), Dtype::f32}, 1);
+  for (float value : d_p) expect(std::isfinite(value), "gradient of distant logits");
+  // p_0 (log p_0 / q_0 - KL) with log p_0 / q_0 = -log width
+  expect_near(d_p[0], -share / double(width) * top, 1e-6 * top, "gradient of the first logit");
 }
 
 void test_selection_errors() {
@@ -334,13 +380,19 @@ void test_table(const mdmi::Kernels& table) {
   for (const auto& widths : networks)
     for (mdmi::Symmetry symmetry : {mdmi::Symmetry::none, mdmi::Symmetry::mean, mdmi::Symmetry::upper})
       for (bool equal_halves : {false, true}) test_pairs(widths, symmetry, equal_halves);
+  for (const auto& widths : std::vector<std::vector<int64_t>>{{4, 8}, {3, 5}, {4, 8, 7, 3}, {33, 17, 40}, {2}})
+    for (bool bf16 : {false, true}) test_infinities(widths, bf16);
+  for (int64_t width : {2, 4, 33, 129, 1100}) test_distant_logits(width);
   test_selection_errors();
 }
 
 }  // namespace
 
+void test_c_api();
+
 int main() {
   test_threads();
+  test_c_api();
   test_table(mdmi::kernels_scalar);
   test_table(mdmi::kernels_wide);
 #if defined(__x86_64__)

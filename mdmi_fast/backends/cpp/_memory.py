@@ -25,11 +25,19 @@ def same_width(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tensors
 
 
+def address_of(name: str, x: Tensor) -> int:
+    """Where x begins, for an argument that C++ takes for absent where its address is 0."""
+    address = x.data_ptr()
+    if address == 0 and x.numel() > 0:
+        raise ValueError(f"{name} must have memory, got shape {tuple(x.shape)} whose storage was freed")
+    return address
+
+
 def mask_of(mask: Tensor | None) -> tuple[Any, ...]:
     """Address and strides of a [B, N] mask; address 0 means that every position is masked."""
     if mask is None:
         return 0, (0, 0)
-    return mask.data_ptr(), mask.stride()
+    return address_of("mask", mask), mask.stride()
 
 
 def _two_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout | None:

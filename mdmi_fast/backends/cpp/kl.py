@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mdmi_fast import _C
 from mdmi_fast._threads import get_num_threads
-from mdmi_fast.backends.cpp._memory import DTYPE, Layout, Rows, rows_of, same_width
+from mdmi_fast.backends.cpp._memory import DTYPE, Layout, Rows, address_of, rows_of, same_width
 from mdmi_fast.backends.cpp.stats import entropy_backward
 
 Stack = tuple[Rows, Layout, int]
@@ -19,7 +19,7 @@ def _stack(logits: Tensor, weights: Tensor | None) -> tuple[tuple[Tensor, Tensor
     logits, rows = rows_of(logits, skip=1)
     weights = None if weights is None else weights.double().contiguous()
     layout = (logits.shape[0], logits.stride(0), n_rows)
-    return (logits, weights), (rows, layout, 0 if weights is None else weights.data_ptr())
+    return (logits, weights), (rows, layout, 0 if weights is None else address_of("weights", weights))
 
 
 def _out(x: Tensor) -> tuple[int, int]:

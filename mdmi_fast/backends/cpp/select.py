@@ -10,7 +10,7 @@ from torch import Tensor
 from mdmi_fast import _C
 from mdmi_fast._threads import get_num_threads
 from mdmi_fast.backends.calls import Budget, PairCall
-from mdmi_fast.backends.cpp._memory import DTYPE, mask_of, single_or_double
+from mdmi_fast.backends.cpp._memory import DTYPE, address_of, mask_of, single_or_double
 from mdmi_fast.backends.cpp.pairwise import Pairs, packed_network, scoring_refusals
 
 NO_LIMIT = 2**62
@@ -39,7 +39,7 @@ def select_budget_band(entropy: Tensor, band: Tensor, mask: Tensor | None, budge
     band = single_or_double(band)
     window, (batch, row, column) = band.shape[2] // 2, band.stride()
     # [i, j] of a matrix is band[i, window + j - i]: one step down is one back as well
-    at_zero = band.data_ptr() + window * column * band.element_size()
+    at_zero = address_of("band", band) + window * column * band.element_size()
     matrix = (at_zero, DTYPE[band.dtype], (batch, row - column, column), window)
     return _within_budget("select_budget_band", entropy, mask, matrix, budget)
 
@@ -53,7 +53,7 @@ def _weights(budget: Budget) -> tuple[Any, ...]:
 
 
 def _limit(limit: int | None) -> int:
-    return NO_LIMIT if limit is None else limit
+    return NO_LIMIT if limit is None else min(limit, NO_LIMIT)
 
 
 def _within_budget(
