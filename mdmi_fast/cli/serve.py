@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mdmi_fast.cli._errors import InputError
+from mdmi_fast.cli._errors import InputError, UsageError
 from mdmi_fast.cli._options import (
     add_model,
     add_policy,
@@ -149,6 +149,8 @@ def _settings(options: argparse.Namespace) -> Any:
             named.find_source(settings.estimator, model=settings.model)
     settings.make_cache()
     if settings.state is not None:
+        if settings.state.exists() and not settings.state.is_dir():
+            raise UsageError(f"--state {settings.state}: must be a folder")
         settings.state.mkdir(parents=True, exist_ok=True)
         for number in range(options.workers):
             path = settings.state_file(number)

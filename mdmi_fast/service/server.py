@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.decode import parse_policy
 from mdmi_fast.errors import UnsupportedError
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 _MAX_BYTES, _BODY_SECONDS = 2**20, 5.0
-_IDLE_SECONDS, _FAREWELL_SECONDS = 75.0, 10.0
-"""That a connection may be without a whole request, and that clients get to take their answers at the end."""
+_FAREWELL_SECONDS = 10.0
+"""That clients get to take their answers at the end."""
+_CONNECTIONS: dict[str, Any] = {"keepalive_timeout": 75.0, "auto_decompress": False, "access_log": None}
+"""A connection may be without the head of a request so long; a body must come as it is; lines are written here."""
 _METHODS = {"/decode": ("POST",), "/health": ("GET", "HEAD"), "/metrics": ("GET", "HEAD")}
 _EXTRAS = {"aiohttp": "aiohttp", "prometheus_client": "prometheus-client"}
 _FIELDS = ("tokens", "policy", "temperature", "seed", "deadline_ms")
@@ -140,7 +142,7 @@ class Service(Watcher):
         self._server = server
         try:
             self._listener = await loop.create_server(
-                lambda: protocol(server, loop=loop, keepalive_timeout=_IDLE_SECONDS, access_log=cast(Any, None)),
+                lambda: protocol(server, loop=loop, **_CONNECTIONS),
                 host,
                 port,
                 backlog=512,
@@ -152,7 +154,11 @@ class Service(Watcher):
                 os.strerror(number) if number > 0 else error.strerror or str(error)
             )  # no address has its own numbers
             raise StartError(f"{host}:{port}: cannot listen there: {reason}") from error
-        await self.dispatcher.start()
+        try:
+            await self.dispatcher.start()
+        except BaseException:
+            self._listener.close()
+            raise
         await self._listener.start_serving()
         name, number = self._listener.sockets[0].getsockname()[:2]
         return f"http://{f'[{name}]' if ':' in name else name}:{number}"
@@ -175,6 +181,10 @@ class Service(Watcher):
         self.metrics.batches.observe(len(reply.answers))
         if self.metrics.caches:
             self.metrics.caches[f"worker-{number}"].add(reply.cached)
+
+    def note(self, text: str, error: object) -> None:
+        """Write a line about something that is no request's."""
+        self._log("warning", level="warning", text=f"{text}: {' '.join(str(error).split())}")
 
     def warned(self, number: int, warnings: Sequence[str]) -> None:
         for text in warnings:
@@ -262,8 +272,8 @@ class Service(Watcher):
     async def _decode(self, request: web.BaseRequest, outcome: _Outcome) -> None:
         hello = self.dispatcher.hello
         assert hello is not None  # nothing listens before a worker has started
-        outcome.sequences = 1
         job, seconds = self._job(await _body(request), hello)
+        outcome.sequences = 1
         served = await self.dispatcher.decode(job, seconds)
         answer = served.answer
         outcome.passes = answer.passes
@@ -323,10 +333,13 @@ def _protocol(service: Service) -> type[web.RequestHandler]:
         ) -> web.StreamResponse:
             outcome = _Outcome()
             lines = (message or str(exc or "")).strip().splitlines()
-            outcome.fail(status, f"the request is no HTTP: {lines[0].rstrip(':') if lines else 'it cannot be read'}")
+            outcome.fail(status, f"the request cannot be read: {lines[0].rstrip(':') if lines else 'no HTTP'}")
             response = service.respond(request, outcome, 0.0)
             response.force_close()
             return response
+
+        def log_exception(self, *args: Any, **kw: Any) -> None:
+            service.note("the connection was closed", kw.get("exc_info"))
 
     return Protocol
 
@@ -338,6 +351,9 @@ async def _body(request: web.BaseRequest) -> Any:
     kind = request.content_type if "Content-Type" in request.headers else "application/json"
     if kind != "application/json":
         raise Refused(415, f"Content-Type must be application/json, got {kind[:100]}")
+    coding = request.headers.get("Content-Encoding", "identity")
+    if coding != "identity":
+        raise Refused(415, f"Content-Encoding must be identity, got {coding[:100]}")
     if (request.content_length or 0) > _MAX_BYTES:
         raise Refused(413, f"a request may be {_MAX_BYTES} bytes long, got {request.content_length}")
     if request.headers.get("Expect", "").lower() == "100-continue":

@@ -159,7 +159,7 @@ class Engine:
                 if len(group) == 1:
                     # The model's and the policies' way to say that it is the sequence is ValueError.
                     status = 422 if isinstance(error, (ValueError, UnsupportedError)) else 500
-                    found = [Answer(None, 0, f"{type(error).__name__}: {error}", status)]
+                    found = [Answer(None, 0, _reason(error), status)]
                 else:  # one job must not take others with it
                     found = [answer for at in group for answer in self.run([jobs[at]])]
             for at, answer in zip(group, found, strict=True):
@@ -204,16 +204,16 @@ class Engine:
             attention_mask=attention_mask,
             **self.settings.writing,
         )
-        if self.guard is not None:
-            # A sequence that nothing was decoded of tells of no policy, and may not even be a board.
-            ours = torch.tensor([job.policy is None for job in jobs]) & (result.passes > 0)
+        # A sequence that nothing was decoded of tells of no policy, and may not even be a board.
+        ours = torch.tensor([job.policy is None for job in jobs]) & (result.passes > 0)
+        if self.guard is not None and bool(ours.any()):
             try:
                 quality = self._quality(tokens[ours], result.tokens[ours], visible[ours])
                 self.guard.finish(
                     seeds[ours], quality=quality, seconds=policy.seconds[ours], passes=result.passes[ours]
                 )
             except Exception as error:  # what was decoded is right all the same
-                warnings.warn(f"the guard was not told of {int(ours.sum())} sequences: {error}", stacklevel=1)
+                warnings.warn(f"the guard was not told of {int(ours.sum())} sequences: {_reason(error)}", stacklevel=1)
         rows = zip(result.tokens.tolist(), lengths, result.passes.tolist(), strict=True)
         return [Answer(row[:length], passes) for row, length, passes in rows]
 
