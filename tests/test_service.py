@@ -703,11 +703,6 @@ def test_workers_do_not_outlive_a_service_that_is_killed() -> None:
 
 def test_a_service_whose_workers_cannot_start_again_ends_with_one_line(tmp_path: Path) -> None:
     folder = tmp_path / "estimator"
-    PairwiseMIEstimator(Toy.hidden_size).save_pretrained(
-        folder
-    )  # of any width: what is checked first is that it is there
-    from mdmi_fast import load_estimator
-
     load_estimator("sudoku:weak").save_pretrained(folder)
     options = ("--model", "sudoku:weak", "--policy", "mi-budget:0.5", "--estimator", folder)
     with command(*options) as (process, url, _):
