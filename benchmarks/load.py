@@ -1,4 +1,4 @@
-"""Drive the example service over loopback: python benchmarks/load.py [--rate R] [--seconds S] [--faults].
+"""Drive `mdmi-fast serve` over loopback: python benchmarks/load.py [--rate R] [--seconds S] [--faults].
 
 Starts the service with the Sudoku model and sends puzzles at an even rate, whatever the answers do (an open loop), so
 that a latency counts from when a request was due. Every answer is compared with what `decode` gives for that puzzle
@@ -37,6 +37,7 @@ from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results" / "load.csv"
+SERVE = [sys.executable, "-m", "mdmi_fast", "serve", "--model", "sudoku"]
 POLICY = "mi-budget:0.05"
 GARBAGE = [b"", b"{", b"[]", b'{"tokens": [0, 2]}', b'{"tokens": "x"}', b'{"tokens": [11], "seed": 1}', b"\xff" * 2000]
 
@@ -48,7 +49,7 @@ def free_port() -> int:
 
 
 def start_service(port: int, *options: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "examples.service", "--port", str(port), "--policy", POLICY, *options]
+    command = [*SERVE, "--port", str(port), "--policy", POLICY, *options]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
@@ -115,7 +116,8 @@ async def misbehave(url: str, port: int, seconds: float, redis: subprocess.Popen
             if turn == 3:
                 redis.kill()
             for body in GARBAGE:
-                async with session.post(f"{url}/decode", data=body) as answer:
+                headers = {"Content-Type": "application/json"}
+                async with session.post(f"{url}/decode", data=body, headers=headers) as answer:
                     said[str(answer.status)] += 1
             for _ in range(5):  # headers that promise a body, and no body
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -133,13 +135,12 @@ def refuses_nan_weights(port: int) -> str:
     """What the service says when its weights are NaN; they are read from a copy of the package."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "mdmi_fast", Path(folder) / "mdmi_fast")
-        shutil.copytree(ROOT / "examples", Path(folder) / "examples")
         from safetensors.torch import load_file, save_file
 
         path = Path(folder) / "mdmi_fast" / "tasks" / "sudoku" / "weights" / "network_strong.safetensors"
         save_file({name: torch.full_like(weight, torch.nan) for name, weight in load_file(path).items()}, path)
         done = subprocess.run(
-            [sys.executable, "-m", "examples.service", "--port", str(port)],
+            [*SERVE, "--port", str(port)],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": folder},
             capture_output=True,

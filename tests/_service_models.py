@@ -7,13 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from examples.service.worker import Engine, Settings
 from mdmi_fast.models import MaskedOutput
+from mdmi_fast.service.worker import Engine, Settings
 
 
 class Toy:
@@ -51,9 +52,14 @@ class Deadly(Toy):
 SETTINGS = Settings("toy", "topk:2")
 
 
-def make(number: int, model: Any) -> Callable[[], Engine]:
-    return functools.partial(Engine, SETTINGS, number, model=model)
+def make(number: int, model: Any, settings: Settings = SETTINGS) -> Callable[[], Engine]:
+    return functools.partial(Engine, settings, number, model=model)
 
 
 def broken_weights() -> Engine:
     raise ValueError("the weights are NaN")
+
+
+def while_there_is(path: Path) -> Engine:
+    """Starts only as long as a file exists, as a model does whose folder is removed later."""
+    return Engine(SETTINGS, model=Toy(float(path.read_text())))

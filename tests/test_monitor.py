@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
-from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -19,15 +16,22 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from mdmi_fast import EntropyBound, MIBudget, Probing, TopK, UnsupportedError, decode
 from mdmi_fast.cache import Cache, CachedMI, MemoryStore
 from mdmi_fast.models.exact import JointTable
 from mdmi_fast.watch import Collector, Traced
-from mdmi_fast.watch.guard import Guard, Thresholds
-
-MONITOR = files("mdmi_fast.watch")
+from mdmi_fast.watch.guard import SIGNALS, Guard, Thresholds
+from tests._monitoring import (
+    MONITOR,
+    alert_names,
+    asked_by_alerts,
+    asked_by_panels,
+    fires,
+    metrics_in,
+    promtool,
+    values,
+)
 
 
 def used(folder: Path) -> tuple[Guard, Cache]:
@@ -45,12 +49,6 @@ def used(folder: Path) -> tuple[Guard, Cache]:
     guard.state.movement_slope, guard.state.movement_ratio = 0.9, 1.1  # as a source that does not probe has
     guard.save()
     return guard, cache
-
-
-def values(text: str) -> dict[tuple[str, ...], float]:
-    """By name and label values."""
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return {(sample.name, *sample.labels.values()): sample.value for sample in samples}
 
 
 def scraped(collector: Collector) -> dict[tuple[str, ...], float]:
@@ -137,82 +135,146 @@ def test_what_cannot_be_served_is_one_line(tmp_path: Path) -> None:
     assert "--port: must be at most 65535, got 65536" in text
 
 
-def promtool(*arguments: str | Path) -> None:
-    binary = shutil.which("promtool")
-    if binary is None:
-        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
-    done = subprocess.run([binary, *map(str, arguments)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def test_metrics_are_named_as_prometheus_wants_them(tmp_path: Path) -> None:
     guard, cache = used(tmp_path)
     registry = CollectorRegistry()
     registry.register(Collector(guards={"main": guard}, caches={"mi": cache}))
-    binary = shutil.which("promtool")
-    if binary is None:
-        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
-    done = subprocess.run(
-        [binary, "check", "metrics"], input=generate_latest(registry), capture_output=True, check=False
-    )
-    assert (done.returncode, done.stderr.decode()) == (0, "")
+    assert promtool("check", "metrics", stdin=generate_latest(registry)).stderr == b""
 
 
-def test_alerts_fire_when_they_should_and_not_otherwise(tmp_path: Path) -> None:
-    rules = Path(str(MONITOR / "alerts.yml"))
-    promtool("check", "rules", rules)
-    series = {
-        'mdmi_guard_correlation{guard="bad"}': "0.7x200",
-        'mdmi_guard_correlation{guard="good"}': "0.9x200",
-        'mdmi_guard_movement_slope{guard="bad"}': "0.3x200",
-        'mdmi_guard_movement_slope{guard="good"}': "0.9x200",
-        'mdmi_guard_fallen_back{guard="bad"}': "1x200",
-        'mdmi_guard_fallen_back{guard="good"}': "0x200",
-    }
-    for guard, policy in (("bad", 88), ("good", 90)):
-        for side, good in (("policy", policy), ("control", 90)):
-            series[f'mdmi_guard_quality_ratio_sum{{guard="{guard}", side="{side}"}}'] = f"0+{good}x200"
-            series[f'mdmi_guard_quality_ratio_count{{guard="{guard}", side="{side}"}}'] = "0+100x200"
-    test = {
-        "rule_files": [str(rules)],
-        "evaluation_interval": "1m",
-        "tests": [
-            {
-                "interval": "1m",
-                "input_series": [{"series": name, "values": text} for name, text in series.items()],
-                "promql_expr_test": [
-                    {
-                        "expr": "count by (alertname, guard) (ALERTS{alertstate='firing'})",
-                        "eval_time": "180m",
-                        "exp_samples": [
-                            {"labels": f'{{alertname="{name}", guard="bad"}}', "value": 1}
-                            for name in (
-                                "MdmiCorrelationLow",
-                                "MdmiFellBack",
-                                "MdmiMovementWrong",
-                                "MdmiQualityDropped",
-                            )
-                        ],
-                    }
-                ],
-            }
-        ],
-    }
-    path = tmp_path / "test.yml"
-    path.write_text(json.dumps(test))  # JSON is YAML
-    promtool("test", "rules", path)
+def of_two_sides(name: str, *, policy: float, control: float, count: float = 100.0) -> dict[str, str]:
+    """Series of a summary, by side, that grow by so much a minute."""
+    series = {}
+    for side, amount in (("policy", policy), ("control", control)):
+        series[f'{name}_sum{{guard="main", side="{side}"}}'] = f"0+{amount}x200"
+        series[f'{name}_count{{guard="main", side="{side}"}}'] = f"0+{count}x200"
+    return series
 
 
-def test_dashboard_and_alerts_ask_for_metrics_that_exist(tmp_path: Path) -> None:
+def histogram(name: str, *, below: float, seconds: float) -> dict[str, str]:
+    """Series of a histogram of 100 a minute, so many of which take up to `seconds` and the others up to twice as long."""
+    edges = {f"{seconds:g}": below, f"{2 * seconds:g}": 100.0, "+Inf": 100.0}
+    return {f'{name}_bucket{{instance="a", le="{edge}"}}': f"0+{count}x200" for edge, count in edges.items()}
+
+
+def requests(failed: float) -> dict[str, str]:
+    counts = {"200": 100.0 - failed, "503": failed}
+    return {f'mdmi_requests_total{{instance="a", status="{status}"}}': f"0+{n}x200" for status, n in counts.items()}
+
+
+ALERTS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "MdmiFellBack": (
+        {'mdmi_guard_fallen_back{guard="main"}': "1x200"},
+        {'mdmi_guard_fallen_back{guard="main"}': "0x200"},
+    ),
+    "MdmiCorrelationLow": (
+        {'mdmi_guard_correlation{guard="main"}': "0.79x200"},
+        {'mdmi_guard_correlation{guard="main"}': "0.81x200"},
+    ),
+    "MdmiMovementWrong": (
+        {'mdmi_guard_movement_slope{guard="main"}': "0.4x200"},
+        {'mdmi_guard_movement_slope{guard="main"}': "0.6x200"},
+    ),
+    "MdmiQualityDropped": (
+        of_two_sides("mdmi_guard_quality_ratio", policy=88, control=90),
+        of_two_sides("mdmi_guard_quality_ratio", policy=89.5, control=90),
+    ),
+    "MdmiSlowerThanSequential": (
+        of_two_sides("mdmi_guard_decoding_seconds", policy=12, control=10),
+        of_two_sides("mdmi_guard_decoding_seconds", policy=10.5, control=10),
+    ),
+    "MdmiFalseIndependence": (
+        {'mdmi_guard_false_independence_ratio{guard="main"}': "0.06x200"},
+        {'mdmi_guard_false_independence_ratio{guard="main"}': "0.04x200"},
+    ),
+    "MdmiCacheCorrupt": (
+        {'mdmi_cache_requests_total{cache="mi", store="disk", result="corrupt"}': "0x150 1x50"},
+        {'mdmi_cache_requests_total{cache="mi", store="disk", result="corrupt"}': "0x200"},
+    ),
+    "MdmiStateUnreadable": ({'mdmi_guard_up{guard="main"}': "0x200"}, {'mdmi_guard_up{guard="main"}': "1x200"}),
+    "MdmiServiceErrors": (requests(2), requests(0.5)),
+    "MdmiServiceSlow": (
+        histogram("mdmi_request_seconds", below=98, seconds=5),
+        histogram("mdmi_request_seconds", below=100, seconds=5),
+    ),
+    "MdmiQueueFilling": (
+        {'mdmi_requests_waiting{instance="a"}': "300x200", 'mdmi_requests_waiting_limit{instance="a"}': "512x200"},
+        {'mdmi_requests_waiting{instance="a"}': "200x200", 'mdmi_requests_waiting_limit{instance="a"}': "512x200"},
+    ),
+    "MdmiQueueSlow": (
+        histogram("mdmi_queue_seconds", below=90, seconds=1),
+        histogram("mdmi_queue_seconds", below=96, seconds=1),
+    ),
+    "MdmiWorkersDie": (
+        {'mdmi_worker_restarts_total{instance="a"}': "0x170 5x30"},
+        {'mdmi_worker_restarts_total{instance="a"}': "0x170 1x30"},
+    ),
+    "MdmiWorkersMissing": (
+        {'mdmi_workers{instance="a"}': "1x200", 'mdmi_workers_wanted{instance="a"}': "2x200"},
+        {'mdmi_workers{instance="a"}': "2x200", 'mdmi_workers_wanted{instance="a"}': "2x200"},
+    ),
+}
+"""For each alert, series over which it fires and series over which it nearly does."""
+
+
+def test_every_alert_is_tried() -> None:
+    promtool("check", "rules", Path(str(MONITOR / "alerts.yml")))
+    assert set(ALERTS) == alert_names()
+    assert len(ALERTS) == len(asked_by_alerts())
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_fires_when_it_should_and_not_otherwise(name: str, tmp_path: Path) -> None:
+    bad, good = ALERTS[name]
+    fires(bad, {name}, tmp_path)
+    fires(good, set(), tmp_path)
+
+
+def test_dashboard_and_alerts_ask_for_metrics_that_exist_and_show_all_of_them(tmp_path: Path) -> None:
     guard, cache = used(tmp_path)
     names = {name for name, *_ in scraped(Collector(guards={"main": guard}, caches={"mi": cache}))}
+    asked = metrics_in(asked_by_panels() + asked_by_alerts())
+    assert {name for name in asked if name.startswith(("mdmi_guard", "mdmi_cache"))} == names
     board = json.loads((MONITOR / "grafana.json").read_text())
-    asked = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    assert len(asked) == len(board["panels"]) == len({panel["id"] for panel in board["panels"]})
-    asked.append((MONITOR / "alerts.yml").read_text())
-    wanted = {name for text in asked for name in re.findall(r"\bmdmi_(?:guard|cache)_\w+", text)}
-    assert wanted - names - {"mdmi_guard_alarms_total"} == set()
-    assert len(wanted) > 10
+    assert len(board["panels"]) == len({panel["id"] for panel in board["panels"]})
+    places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
+    assert len(places) == len(set(places))
+
+
+def test_an_alarm_is_seen_from_the_first_on(tmp_path: Path) -> None:
+    """Prometheus sees no increase of a series that begins with its first alarm."""
+    guard = Guard(TopK(2), state=tmp_path / "main.json", watched="test")
+    guard.save()
+    before = scraped(Collector(guards={"main": tmp_path / "main.json"}))
+    alarms = {name[2] for name in before if name[0] == "mdmi_guard_alarms_total"}
+    assert alarms == set(SIGNALS) == (set(guard._evidence) - {"step"}) | {"error"}
+    assert {before["mdmi_guard_alarms_total", "main", signal] for signal in SIGNALS} == {0.0}
+
+
+def test_means_are_of_the_sequences_that_were_told(tmp_path: Path) -> None:
+    guard = Guard(TopK(2), thresholds=Thresholds(stages=(0.5,)), state=tmp_path / "main.json", watched="test")
+    for seed in range(8):
+        guard._arm(seed)
+    guard.finish(torch.arange(4), quality=[1.0] * 4)
+    guard.finish(torch.arange(4, 8), seconds=[2.0] * 4)
+    seen = scraped(Collector(guards={"main": tmp_path / "main.json"}))
+    for key, mean in (("quality_ratio", 1.0), ("decoding_seconds", 2.0)):
+        count = sum(seen[f"mdmi_guard_{key}_count", "main", side] for side in ("policy", "control"))
+        assert (count, sum(seen[f"mdmi_guard_{key}_sum", "main", side] for side in ("policy", "control"))) == (
+            4,
+            4 * mean,
+        )
+    assert sum(seen["mdmi_guard_sequences_total", "main", side] for side in ("policy", "control")) == 8
+    # A state of an older version, which told nothing of it: all were told of what there is a sum of.
+    state = json.loads((tmp_path / "main.json").read_text())
+    for side in ("policy", "control"):
+        del state[side]["judged"], state[side]["timed"]
+        state[side]["seconds"] = 0.0
+    (tmp_path / "main.json").write_text(json.dumps(state))
+    older = scraped(Collector(guards={"main": tmp_path / "main.json"}))
+    for side in ("policy", "control"):
+        assert older["mdmi_guard_quality_ratio_count", "main", side] == state[side]["sequences"]
+        assert older["mdmi_guard_decoding_seconds_count", "main", side] == 0
 
 
 def test_every_pass_is_a_span_with_what_was_taken() -> None:

@@ -18,7 +18,7 @@ from mdmi_fast.cli._errors import InputError, UsageError, one_line
 
 COMMANDS = (
     *("demo", "sudoku", "models", "label", "train", "evaluate", "tune", "decode", "map"),
-    *("serve-metrics", "bench", "info"),
+    *("serve", "serve-metrics", "bench", "info"),
 )
 """In the order in which help lists them; each is a module of this package, with _ for -."""
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import UsageError
+from mdmi_fast.decoding import named
+from mdmi_fast.decoding.named import kind_of as kind_of
+from mdmi_fast.decoding.named import load_decoded as load_decoded
+from mdmi_fast.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from mdmi_fast.decoding import Policy, Probing
@@ -52,7 +57,6 @@ DATA_HELP = (
     'a file, or - for standard input: a JSON object {"tokens": [...]} a line, with "attention_mask": [...] of 0 at '
     "padding where padding is, or puzzles for sudoku models"
 )
-_OF_TRANSFORMERS = ("hf", "sapiens", "antiberty", "text")
 FORM_NAMES = ("joint", "entropy", "kl")
 
 
@@ -74,6 +78,13 @@ def amount(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a finite number of at least 0, got {text}")
+    return value
+
+
+def port(text: str) -> int:
+    value = natural(text)
+    if value > 65535:
+        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
     return value
 
 
@@ -222,34 +233,6 @@ def decoding_options(options: argparse.Namespace) -> dict[str, Any]:
     return {**given, **options.policy.options} if untouched else given
 
 
-def load_decoded(name: str, specs: Sequence[str]) -> MaskedModel:
-    """The model of a name; one of transformers shows its attention where a policy reads it."""
-    from mdmi_fast.models import load_model
-
-    attentive = kind_of(name) in _OF_TRANSFORMERS and any(spec.startswith("attention-graph") for spec in specs)
-    return load_model(name, attention="eager") if attentive else load_model(name)
-
-
-def kind_of(model: str) -> str:
-    """The loader's name in a model's name: "sudoku" of "sudoku:weak", "hf" of "hf:FOLDER?dtype=bfloat16"."""
-    return model.partition("?")[0].partition(":")[0]
-
-
-def _probed_form(source: str) -> Form | None:
-    """The form that a source named probe[:FORM] asks for; None for other sources.
-
-    Raises:
-        UsageError: there is no such form.
-    """
-    kind, colon, form = source.partition(":")
-    if kind != "probe":
-        return None
-    for known in FORM_NAMES:
-        if form == known or (known == "joint" and not colon):
-            return known  # type: ignore[return-value]  # a string of the list, which is the forms
-    raise UsageError(f"--estimator {source}: the forms are {', '.join(FORM_NAMES)}")
-
-
 def choose_form(named: Form | None, labels: Path, trained_on: Form | None) -> Form:
     """The form of the label: the one named, else the one that the estimator was trained on, else the folder's first.
 
@@ -266,37 +249,34 @@ def choose_form(named: Form | None, labels: Path, trained_on: Form | None) -> Fo
     return named or trained_on or kept[0]
 
 
+@contextlib.contextmanager
+def missing_source_is_usage() -> Iterator[None]:
+    """A command that needs a source of mutual information makes no sense where there is none: a UsageError."""
+    try:
+        yield
+    except UnsupportedError as error:
+        raise UsageError("; ".join(error.reasons)) from None
+
+
 def find_estimator(source: str | None, *, model: str) -> PairScorer:
-    """The estimator of a name or folder; without one that which ships for the model, or was trained for it here.
+    """As `mdmi_fast.decoding.named.find_estimator`.
 
     Raises:
         UsageError: none is named and there is none.
     """
-    from mdmi_fast.estimator import load_estimator
-    from mdmi_fast.estimator.network import has_estimator
-
-    if source is None and not has_estimator(model):
-        raise UsageError(
-            f"no estimator ships for {model}, and none was trained here: name one with --estimator, or make one with "
-            f"`mdmi-fast label --model {model}` and `mdmi-fast train --model {model}`"
-        )
-    return load_estimator(source or model.partition("?")[0])
+    with missing_source_is_usage():
+        return named.find_estimator(source, model=model)
 
 
 def load_source(estimator: str | None, model: MaskedModel, *, name: str) -> PairScorer | Probing:
     """The source of mutual information of --estimator, or the one that ships for the model of that name.
 
     Raises:
+        UsageError: none is named and there is none, or no such form.
         ValueError: the estimator was trained on another model.
     """
-    from mdmi_fast.decoding import Probing
-
-    form = _probed_form(estimator or "")
-    if form is not None:
-        return Probing(form)
-    found = find_estimator(estimator, model=name)
-    found.check_model(model)
-    return found
+    with missing_source_is_usage():
+        return named.load_source(estimator, model, name=name)
 
 
 def load_policy(options: argparse.Namespace, model: MaskedModel, *, name: str) -> Policy:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mdmi_fast.cli._options import add_threads, json_text
 
-_EXTRAS = ("matplotlib", "networkx", "transformers", "redis", "prometheus-client")
+_EXTRAS = ("matplotlib", "networkx", "transformers", "redis", "prometheus-client", "aiohttp")
 _SETTINGS = ("MDMI_BACKEND", "MDMI_FORCE_ISA", "MDMI_CACHE", "MDMI_DEBUG")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mdmi_fast.cli._errors import InputError, UsageError
-from mdmi_fast.cli._options import natural
+from mdmi_fast.cli._options import port
 
 
 def add(subparsers: Any) -> None:
@@ -22,15 +22,8 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("states", nargs="+", type=Path, metavar="FILE", help="state file of a guard")
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="to listen at (default: 127.0.0.1)")
-    parser.add_argument("--port", type=_port, default=9464, metavar="P", help="0: a free one (default: 9464)")
+    parser.add_argument("--port", type=port, default=9464, metavar="P", help="0: a free one (default: 9464)")
     parser.set_defaults(run=run)
-
-
-def _port(text: str) -> int:
-    value = natural(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"must be at most 65535, got {value}")
-    return value
 
 
 def run(options: argparse.Namespace) -> int:

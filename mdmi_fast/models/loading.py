@@ -70,6 +70,21 @@ def load_model(spec: str, **options: Any) -> MaskedModel:
         ValueError: for an unknown name, a REST that is missing or too much, an option or value in `spec` that the
             loader does not take, or a device that is not there.
     """
+    loader, rest, given = find_loader(spec)
+    options = {**given, **options}
+    if "device" in options:
+        _check_device(options["device"], spec.partition("?")[0].partition(":")[0])
+    model: MaskedModel = loader(*rest, **options)
+    return model
+
+
+def find_loader(spec: str) -> tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]]:
+    """What `load_model` calls for a name: the loader, the REST for it if there is one, and the options. Loads nothing.
+
+    Raises:
+        ValueError: for an unknown name, a REST that is missing or too much, or an option or value that the loader does not
+            take.
+    """
     name, _, query = spec.partition("?")
     kind, _, rest = name.partition(":")
     if kind not in registered("mdmi_fast.models"):
@@ -84,11 +99,7 @@ def load_model(spec: str, **options: Any) -> MaskedModel:
         raise ValueError(f"load_model: there is one {kind} only, without a name behind it, got {spec!r}")
     if not rest and first is not None and takes_rest and first.default is first.empty:
         raise ValueError(f"load_model: {kind} needs to know which, {kind}:{first.name.upper()}, got {spec!r}")
-    options = {**(_read_options(query, loader, kind) if query else {}), **options}
-    if "device" in options:
-        _check_device(options["device"], kind)
-    model: MaskedModel = loader(rest, **options) if rest else loader(**options)
-    return model
+    return loader, (rest,) if rest else (), _read_options(query, loader, kind) if query else {}
 
 
 def _read_options(query: str, loader: Callable[..., Any], kind: str) -> dict[str, Any]:

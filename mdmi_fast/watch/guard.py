@@ -13,6 +13,7 @@ import json
 import math
 import random
 import sys
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -40,6 +41,12 @@ _LIMITS = ("gamma", "tau", "epsilon")
 
 _REMEMBERED = 100_000
 """Sequences whose outcome may be outstanding; the oldest beyond are forgotten and count for neither side."""
+
+SIGNALS = (
+    *("quality_alert", "quality_off", "correlation_alert", "correlation_off", "false_independence_alert"),
+    *("movement_off", "latency_alert", "error"),
+)
+"""What a guard counts alarms of."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +117,21 @@ class Thresholds:
 
 @dataclass
 class ArmTotals:
-    """What one side, the watched policy or the control, has done so far."""
+    """What one side, the watched policy or the control, has done so far.
+
+    Attributes:
+        sequences: finished.
+        judged: of them, those whose quality was told, and `quality` the sum of theirs.
+        timed: of them, those whose seconds were told, and `seconds` the sum of theirs.
+        passes: forward passes of all.
+    """
 
     sequences: int = 0
     quality: float = 0.0
     passes: int = 0
     seconds: float = 0.0
+    judged: int = 0
+    timed: int = 0
 
 
 @dataclass
@@ -163,6 +179,10 @@ class Guard:
         watched: names the policy in the file; None: its settings and weights.
         seed: of the choice of what to audit.
 
+    Attributes:
+        took: [B] float64, seconds that the choice of each sequence's own side took in the last `select`. What the other
+            side and audits took is not in it, so that `seconds` of `finish` can be made of what a side needs alone.
+
     Raises:
         TypeError: for what is no policy; if a state is kept, `watched` is not given, and the policy cannot be described
             by its settings.
@@ -202,6 +222,7 @@ class Guard:
         if watched is None:
             watched = repr(policy) if state is None else describe(policy)
         self.state = self._load(watched)
+        self.took = torch.zeros(0, dtype=torch.float64)
         self._arms: OrderedDict[int, bool | None] = OrderedDict()
         self._waiting: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         self._block = AuditBlock()
@@ -243,12 +264,14 @@ class Guard:
         stats, hidden, mask = checked_pass("Guard", stats, hidden, mask)
         step = Step.with_stats(step, stats)  # an audit asks sources that read the marginals too
         self._see_movement(step)
-        arms = [self._arm(seed) for seed in seeds.tolist()]
-        watched = torch.tensor(arms, device=mask.device).unsqueeze(-1)
+        # A row without a masked position is another policy's, in a batch that several share, and on neither side.
+        here = mask.any(dim=-1).tolist()
+        arms = [own and self._arm(seed) for own, seed in zip(here, seeds.tolist(), strict=True)]
+        watched = torch.tensor(arms, dtype=torch.bool, device=mask.device).unsqueeze(-1)
         if self.audit_share and self._random.random() < self.audit_share:
             self._audit(hidden, mask, step)
         nothing = Selection(torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.float64, device=mask.device))
-        ours = nothing
+        ours, start = nothing, time.perf_counter()
         if any(arms):
             try:
                 ours = self._tightened.select(stats, hidden, mask & watched, step)
@@ -256,7 +279,10 @@ class Guard:
             except Exception as error:  # whatever it is, sequential decoding goes on
                 self._failed(error)
                 arms, watched = [False] * len(arms), torch.zeros_like(watched)
-        theirs = nothing if all(arms) else self.control.select(stats, hidden, mask & ~watched, step)
+        between = time.perf_counter()
+        theirs = nothing if arms == here else self.control.select(stats, hidden, mask & ~watched, step)
+        took = torch.tensor([between - start, time.perf_counter() - between], dtype=torch.float64)
+        self.took = torch.where(watched.cpu().squeeze(-1), took[0], took[1])
         selected = torch.where(watched, ours.selected, theirs.selected)
         if self.movement_share and self._random.random() < self.movement_share:
             self._await_movement(hidden, mask, step, selected)
@@ -275,7 +301,8 @@ class Guard:
         Args:
             seeds: [B] int64, as decoded.
             quality: [B] from 0 to 1, such as whether a board is valid, or `pseudo_likelihood`.
-            seconds: [B] each sequence took.
+            seconds: [B] each sequence took. Where both sides are decoded in one batch, without what only the other side
+                needed (see `took`): a side that shares its passes with the slower one looks no faster than that.
             passes: [B] forward passes.
 
         Raises:
@@ -293,8 +320,12 @@ class Guard:
                 continue
             totals = self.state.policy if arm else self.state.control
             totals.sequences += 1
-            totals.quality += good or 0.0
-            totals.seconds += took or 0.0
+            if good is not None:
+                totals.judged += 1
+                totals.quality += good
+            if took is not None:
+                totals.timed += 1
+                totals.seconds += took
             totals.passes += int(count or 0)
             if good is not None and not self.state.fallen_back:
                 self._waiting[arm].append((good, math.nan if took is None else took))
@@ -507,7 +538,12 @@ def read_state(path: Path) -> tuple[_State, float]:
     try:
         held = json.loads(path.read_text())
         share = held.pop("share")
-        held["policy"], held["control"] = ArmTotals(**held["policy"]), ArmTotals(**held["control"])
+        for side in ("policy", "control"):
+            totals = ArmTotals(**held[side])
+            if "judged" not in held[side]:  # an older version's, which took for granted that all were told or none
+                totals.judged = totals.sequences if totals.quality else 0
+                totals.timed = totals.sequences if totals.seconds else 0
+            held[side] = totals
         state = _State(**held)
         check.whole("state", "stage", state.stage, 0)
         if not isinstance(state.fallen_back, bool):

@@ -6,12 +6,19 @@ import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from mdmi_fast.cache import Cache
+from mdmi_fast.cache import Counts
 from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.watch.audit import CALIBRATION_EDGES
-from mdmi_fast.watch.guard import Guard, read_state
+from mdmi_fast.watch.guard import SIGNALS, Guard, read_state
+
+
+class Counted(Protocol):
+    """A cache, or what is known of one in another process."""
+
+    @property
+    def counts(self) -> Mapping[str, Counts]: ...
 
 
 class Collector:
@@ -19,7 +26,7 @@ class Collector:
 
     Args:
         guards: by name: a guard of this process, or the state file of one of any process.
-        caches: by name: caches of this process.
+        caches: by name: what has counts of stores, such as a `Cache` of this process.
 
     Raises:
         UnsupportedError: prometheus-client is not installed.
@@ -34,7 +41,7 @@ class Collector:
     """
 
     def __init__(
-        self, *, guards: Mapping[str, Guard | Path] | None = None, caches: Mapping[str, Cache] | None = None
+        self, *, guards: Mapping[str, Guard | Path] | None = None, caches: Mapping[str, Counted] | None = None
     ) -> None:
         self._core = _extra("Collector", "prometheus_client.core")
         self._guards, self._caches = dict(guards or {}), dict(caches or {})
@@ -80,7 +87,8 @@ class Collector:
             ("mdmi_guard_errors", "Failures of the watched policy.", "errors"),
         ]:
             yield self._counter(name, text, ["guard"], of_each(key))
-        alarms = {(name, kind): n for name, report in reports.items() for kind, n in report["alarms"].items()}
+        # From 0 on: of a series that begins with its first alarm, Prometheus sees no increase.
+        alarms = {(name, kind): report["alarms"].get(kind, 0) for name, report in reports.items() for kind in SIGNALS}
         yield self._counter("mdmi_guard_alarms", "Alarms by signal.", ["guard", "signal"], alarms)
         edges = [str(edge) for edge in CALIBRATION_EDGES] + ["+Inf"]
         errors = {
@@ -91,15 +99,19 @@ class Collector:
         text = "Mean |predicted - probed| of pairs with probed MI below the edge, last block."
         yield self._gauge("mdmi_guard_calibration_error_nats", text, ["guard", "below"], errors)
         sides = {(name, side): report[side] for name, report in reports.items() for side in ("policy", "control")}
-        passes = {labels: side["passes"] for labels, side in sides.items()}
-        yield self._counter("mdmi_guard_passes", "Forward passes of finished sequences.", ["guard", "side"], passes)
         for name, text, key in [
-            ("mdmi_guard_quality_ratio", "Quality of finished sequences, from 0 to 1.", "quality"),
-            ("mdmi_guard_decoding_seconds", "Seconds that finished sequences took.", "seconds"),
+            ("mdmi_guard_sequences", "Finished sequences.", "sequences"),
+            ("mdmi_guard_passes", "Forward passes of finished sequences.", "passes"),
+        ]:
+            counts = {labels: side[key] for labels, side in sides.items()}
+            yield self._counter(name, text, ["guard", "side"], counts)
+        for name, text, key, count in [
+            ("mdmi_guard_quality_ratio", "Quality of finished sequences, from 0 to 1.", "quality", "judged"),
+            ("mdmi_guard_decoding_seconds", "Seconds that finished sequences took.", "seconds", "timed"),
         ]:
             summary = self._core.SummaryMetricFamily(name, text, labels=["guard", "side"])
             for labels, side in sides.items():
-                summary.add_metric(labels, side["sequences"], side[key])
+                summary.add_metric(labels, side[count], side[key])
             yield summary
 
     def _of_caches(self) -> Iterator[Any]:

@@ -1,1 +1,0 @@
-"""A small service around `decode`: dynamic batches, deadlines, backpressure, workers that may die."""
