@@ -222,6 +222,72 @@ def test_large_states_stay_finite(dtype: torch.dtype, backend: str) -> None:
     assert torch.equal(got, 1228800.0 * (1 - torch.eye(3)))
 
 
+def poisoned(
+    operand: str, value: float, n_in: int, layers: tuple[int, ...], dtype: torch.dtype, positive: bool
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+    """Halves and a network with one number of one operand replaced, in the last column.
+
+    Positive weights carry inf to the score; others soon make inf - inf of it.
+    """
+    u, v = halves(2, 5, n_in, dtype=dtype)
+    head = network(n_in, layers)
+    weights, biases, w_out, b_out = head
+    for x in (*weights, w_out) if positive else ():
+        x.abs_()
+    operands = {"u": u[:, 1], "v": v[:, 2], "w_out": w_out, "b_out": b_out.view(1)}
+    if layers:
+        operands |= {"weights": weights[-1], "biases": biases[-1]}
+    operands[operand][..., -1] = value
+    return u, v, head
+
+
+@FORWARD
+@pytest.mark.parametrize("combine", ["add", "mul"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    ("n_in", "layers"),
+    [
+        *((n, ()) for n in (7, 33)),
+        *((4, (n,)) for n in (1, 7, 8, 15, 16, 33)),
+        *((n, (8,)) for n in (5, 31)),
+        *((5, (n, m)) for n, m in ((3, 2), (16, 7), (17, 16), (9, 33))),
+        (6, (7, 5, 3)),
+    ],
+    ids=str,
+)
+def test_what_is_not_finite_scores_as_in_the_reference_at_any_width(
+    n_in: int, layers: tuple[int, ...], value: float, combine: str, backend: str
+) -> None:
+    mask = torch.tensor([[True, True, True, False, True], [False, True, False, True, True]])
+    rows = torch.tensor([[1, 2, -1], [4, 1, 0]])
+    operands = ["u", "v", *(["weights", "biases"] if layers else []), "w_out", "b_out"]
+    sides = [("none", False), ("mean", False), ("upper", False), ("mean", True)]
+    for dtype, precision in [(torch.float32, "fp32"), (torch.bfloat16, "bf16")]:
+        close = CLOSE if precision == "fp32" else BF16
+        for operand, (symmetry, same) in itertools.product(operands, sides):
+            if precision == "bf16" and operand == "w_out":
+                continue  # rounding decides which activations are 0, and 0 * inf is NaN
+            u, v, head = poisoned(operand, value, n_in, layers, dtype, positive=symmetry != "none")
+            v = u if same else v
+            options = {"mask": mask, "combine": combine, "symmetry": symmetry}
+            case = f"{operand} {symmetry} {'u twice' if same else ''} {dtype}"
+            args, args64 = (u, v, *head), (u.double(), v.double(), *in_float64(head))
+            for name, extra in [("pairwise_mlp", ()), ("pairwise_mlp_rows", (rows,)), ("pairwise_mlp_band", (2,))]:
+                got = getattr(ops, name)(*args, *extra, **options, precision=precision, backend=backend)
+                expected = getattr(reference, name)(*args64, *extra, **options).float()
+                torch.testing.assert_close(
+                    got, expected, **close, equal_nan=True, msg=lambda m, case=case, name=name: f"{name} {case}: {m}"
+                )
+
+
+@FORWARD
+def test_an_infinite_state_reaches_every_output_it_is_weighed_for(backend: str) -> None:
+    u = torch.full((1, 2, 4), torch.inf, dtype=torch.float16)
+    head = ([torch.full((4, 8), 0.5)], [torch.zeros(8)], torch.ones(8), 0.0)
+    got = ops.pairwise_mlp(u, torch.zeros_like(u), *head, backend=backend)
+    assert got.tolist() == [[[0.0, torch.inf], [torch.inf, 0.0]]]
+
+
 def gradients(scores: Tensor, weight: Tensor, operands: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad((scores * weight.to(scores.dtype)).sum(), operands)
 

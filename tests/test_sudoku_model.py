@@ -58,6 +58,12 @@ def test_the_compiled_forward_answers_like_the_eager_one(
     torch.testing.assert_close(compiled.hidden, plain.hidden, rtol=5e-5, atol=5e-5)
 
 
+def test_boards_inside_a_transform_are_not_read_from_memory(boards: Tensor) -> None:
+    # their address is 0; the eager network says that its steps know no transforms
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.functionalize(lambda tokens: tuple(load_model("weak")(tokens)))(boards)
+
+
 @pytest.mark.usefixtures("forward")
 @pytest.mark.parametrize("strength", STRENGTHS)
 def test_answers_are_distributions_over_the_digits(boards: Tensor, strength: str) -> None:

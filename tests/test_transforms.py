@@ -174,6 +174,11 @@ def test_vmap_gives_what_a_loop_gives(name: str, backend: str) -> None:
     same(twice, tuple(torch.stack([x, x]) for x in expected))
 
 
+def test_a_batch_of_nothing_under_vmap_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="entropy under vmap is not supported"):
+        torch.vmap(ops.entropy)(torch.zeros(0, 3, 4))
+
+
 @EVERY_OP
 def test_prepared_weights_serve_inside_vmap_too(backend: str) -> None:
     prepared = ops.prepare_pairwise(*NETWORK, backend=backend)

@@ -203,3 +203,34 @@ def test_what_the_kernels_lack_is_refused() -> None:
     u = torch.randn(1, 3, 8)
     with pytest.raises(ops._dispatch.UnsupportedError, match="triton: scores pairs in float32, got float64"):
         ops.pairwise_mlp(u.double(), u, *network(8), backend="triton")
+
+
+@pytest.mark.parametrize("combine", ["add", "mul"])
+@pytest.mark.parametrize("widths", [(5,), (4, 7), (5, 17, 33), (6, 7, 5, 3)], ids=str)
+def test_what_is_not_finite_scores_as_in_the_reference_at_any_width(widths: tuple[int, ...], combine: str) -> None:
+    mask = torch.tensor([[True, True, False, True], [False, True, True, True]])
+    calls = itertools.cycle(
+        [("pairwise_mlp", ()), ("pairwise_mlp_rows", (torch.tensor([[1, -1], [3, 1]]),)), ("pairwise_mlp_band", (2,))]
+    )
+    operands = ["u", "v", "w_out", "b_out", *(["weights", "biases"] if len(widths) > 1 else [])]
+    for value, operand, symmetry in zip(
+        itertools.cycle([torch.inf, torch.inf, -torch.inf, torch.nan]),
+        operands * 2,
+        itertools.cycle(("none", "mean", "upper")),
+    ):
+        u, v = torch.randn(2, 4, widths[0]), torch.randn(2, 4, widths[0])
+        net = network(*widths)
+        for x in (*net[0], net[2]):
+            x.abs_()  # which carries inf to the score; other weights soon make inf - inf of it
+        places = {"u": u[:, 1], "v": v[:, 1], "w_out": net[2], "b_out": net[3].view(1)}
+        places |= {"weights": net[0][-1], "biases": net[1][-1]} if len(widths) > 1 else {}
+        places[operand][..., -1] = value
+        options = {"mask": mask, "combine": combine, "symmetry": symmetry}
+        name, extra = next(calls)
+        got = getattr(ops, name)(u, v, *net, *extra, **options, backend="triton")
+        expected = getattr(reference, name)(u.double(), v.double(), *double(net), *extra, **options)
+        case = f"{name} {operand} {value} {symmetry}"
+        # sums of up to 33 products of size 1 in float32, over three layers
+        torch.testing.assert_close(
+            got, expected.float(), rtol=2e-5, atol=2e-5, equal_nan=True, msg=lambda m, case=case: f"{case}: {m}"
+        )

@@ -8,7 +8,6 @@ from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -59,7 +58,7 @@ class Registered(Generic[P, R]):
         return (
             transformed
             or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
-            or _len_torch_dispatch_stack() > 0
+            or torch._C._len_torch_dispatch_stack() > 0
             or _watched(args, torch.is_grad_enabled())
         )
 
@@ -74,8 +73,11 @@ class Registered(Generic[P, R]):
 
     def _one_by_one(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         """The rule of `torch.vmap`: one call for each element of the batch."""
-        leaves, spec = tree_flatten(args)
-        axes = tree_flatten(in_dims, is_leaf=lambda axis: axis is None)[0]
+        if info.batch_size == 0:
+            raise UnsupportedError(
+                ["runs once for each element of a batch, and there is none"], f"{self._called} under vmap"
+            )
+        (leaves, spec), (axes, _) = tree_flatten(args), tree_flatten(in_dims)
         results = []
         for index in range(info.batch_size):
             some = [x if axis is None else x.select(axis, index) for x, axis in zip(leaves, axes, strict=True)]

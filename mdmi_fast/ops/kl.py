@@ -32,8 +32,9 @@ def kl_divergence(p_logits: Tensor, q_logits: Tensor, *, backend: str | None = N
 
     Numerics:
         Accumulated in float32 (float64 if an operand is). A p logit of -inf adds 0, also where q is 0. A q logit of -inf
-        where the p logit is not gives +inf. An undefined row (NaN, +inf, or -inf only) on either side gives NaN. Rows that are
-        not finite have gradient 0, so gradients are never NaN.
+        where the p logit is not gives +inf; logits that are finite do so only where the value exceeds float32. An undefined row
+        (NaN, +inf, or -inf only) on either side gives NaN. Rows that are not finite have gradient 0, and so has a probability of
+        0, whatever comes in.
 
     Example:
         >>> import torch
@@ -121,7 +122,7 @@ def expected_entropy(logits: Tensor, weights: Tensor, *, backend: str | None = N
 
     Numerics:
         Accumulated in float32 (float64 if an operand is), k ascending, without a [K, ...] temporary. A weight of 0 adds 0
-        whatever the entropy is; else as `entropy`.
+        whatever the entropy is, and has gradient 0 whatever comes in; else as `entropy`.
 
     Example:
         >>> import torch
@@ -184,7 +185,7 @@ def expected_kl(logits: Tensor, weights: Tensor, base_logits: Tensor, *, backend
 
     Numerics:
         Accumulated in float32 (float64 if an operand is), k ascending, without a [K, ...] temporary. A weight of 0 adds 0
-        whatever the divergence is; else as `kl_divergence`.
+        whatever the divergence is, and has gradient 0 whatever comes in; else as `kl_divergence`, each weighted term a row.
 
     Example:
         >>> import torch
@@ -250,8 +251,8 @@ def mixture_entropy(logits: Tensor, weights: Tensor, *, backend: str | None = No
         UnsupportedError: the backend named cannot run this call.
 
     Numerics:
-        Accumulated in float32 (float64 if an operand is), k ascending. A weight of 0 adds 0 whatever its row is; any
-        other undefined row (NaN, +inf, or -inf only) gives NaN, with gradient 0.
+        Accumulated in float32 (float64 if an operand is), k ascending. A weight of 0 adds 0 whatever its row is, and has gradient
+        0 whatever comes in; any other undefined row (NaN, +inf, or -inf only) gives NaN, with gradient 0.
 
     Example:
         >>> import torch

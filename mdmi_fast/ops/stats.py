@@ -46,7 +46,7 @@ def entropy(logits: Tensor, *, backend: str | None = None) -> Tensor:
 
     Numerics:
         Accumulated in float32 (float64 for float64), shifted by the row's maximum; within 2e-6 of float64 at V = 10 and
-        4e-6 at V = 256,000. A logit of -inf is a probability of 0 and has gradient 0. A row with NaN or +inf, or of -inf only, is
+        4e-6 at V = 256,000. A logit of -inf is a probability of 0 and has gradient 0, whatever comes in. A row with NaN or +inf, or of -inf only, is
         NaN and has gradient 0.
 
     Example:

@@ -19,6 +19,7 @@ from torch import nn
 
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedOutput
+from mdmi_fast.ops._register import in_memory
 
 try:
     from mdmi_fast.backends.cpp.sudoku import sudoku_forward
@@ -156,7 +157,7 @@ class SudokuModel(nn.Module):
             )
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("SudokuModel: attention_mask must be all True: a board has no padding")
-        if sudoku_forward is not None and tokens.device.type == self.read.device.type == "cpu":
+        if sudoku_forward is not None and tokens.device.type == self.read.device.type == "cpu" and in_memory(tokens):
             return MaskedOutput(*sudoku_forward(tokens, self._packed(), self.iterations, position_codes()))
         parts = [self._eager(chunk) for chunk in tokens.split(_CHUNK)]
         return MaskedOutput(*(torch.cat(field) for field in zip(*parts, strict=True)))
