@@ -190,6 +190,12 @@ def test_every_way_to_read_a_table_is_seen(name: str) -> None:
             table.run(limit + 1)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 6])
+def test_a_table_of_a_few_rows_has_an_end(rows: int) -> None:
+    table = Table(lambda table, length: nn.functional.embedding(torch.arange(length), table.learned[:rows]))
+    assert length_limit(table, table.run) == rows
+
+
 def test_memory_that_runs_out_is_no_limit() -> None:
     def run(length: int) -> Tensor:
         if length > 5:

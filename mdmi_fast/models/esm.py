@@ -45,6 +45,7 @@ class ESMCModel(SequenceModel):
             batch_invariant=batch_invariant,
         )
         self.network, self.tokenizer, self.layers = network, tokenizer, chosen
+        self.never = self.never.to(embedding.weight.device)
 
     def run(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         output = self.network(sequence_tokens=tokens, sequence_id=attention_mask)
@@ -85,7 +86,7 @@ class FairESMModel(SequenceModel):
             max_length=limit,
             batch_invariant=batch_invariant,
         )
-        self.network, self.alphabet = network, alphabet
+        self.network, self.alphabet, self.never = network, alphabet, self.never.to(device)
         self.layers = tuple(layer % (count + 1) for layer in chosen)
 
     def run(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:

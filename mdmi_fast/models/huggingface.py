@@ -113,7 +113,7 @@ class HuggingFaceModel(SequenceModel):
             max_length=limit,
             batch_invariant=batch_invariant,
         )
-        self.network, self.tokenizer = network, tokenizer
+        self.network, self.tokenizer, self.never = network, tokenizer, self.never.to(logits.device)
         self.layers, self.shift = chosen, check_flag(name, "shift", shift)
         self._attentive = check_flag(name, "attention", attention)
         self._product: tuple[nn.Module, str, Any]
@@ -222,7 +222,7 @@ class HuggingFaceModel(SequenceModel):
             return None
         (owner, name) = owners[0]
         self._product = (owner, name, head)
-        tokens = torch.tensor([[0, mask, 1, mask]], device=head.weight.device)
+        tokens = torch.tensor([[0, mask, 1]], device=head.weight.device)
         logits = self.network(input_ids=tokens).logits
         with self._without_product() as tap:
             self.network(input_ids=tokens)

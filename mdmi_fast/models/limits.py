@@ -109,29 +109,32 @@ def length_limit(network: nn.Module, run: Callable[[int], object]) -> int | None
         network: in evaluation mode.
         run: runs it on so many tokens, none of them padding and all alike.
     """
-    short, longer = _watched(network, run, _SHORT), _watched(network, run, _LONGER)
+    short, longer = (_watched(network, run, length) for length in (_SHORT, _LONGER))
+    if short is None or longer is None:  # a table of a few rows
+        lengths = range(1, _LONGER)
+        return next(length for length in lengths if _watched(network, run, length + 1) is None)
     limits = {key: read.limit(longer[key]) for key, read in short.items() if key in longer}
     growing = {key: limit for key, limit in limits.items() if limit is not None}
     for limit in sorted(set(growing.values())):
         # Of what grows at first, such as the buckets of relative distances, not everything goes on growing.
-        try:
-            reads = _watched(network, run, limit + 1, until=growing)
-        except torch.OutOfMemoryError:
-            raise
-        except (IndexError, RuntimeError, ValueError):
-            return limit
-        if not all(reads[key].fits for key in growing if key in reads):
+        reads = _watched(network, run, limit + 1, until=growing)
+        if reads is None or not all(reads[key].fits for key in growing if key in reads):
             return limit
     return None
 
 
 def _watched(
     network: nn.Module, run: Callable[[int], object], length: int, until: Collection[_Key] = ()
-) -> dict[_Key, _Read]:
+) -> dict[_Key, _Read] | None:
+    """The reads of a run; None if the network cannot read so many tokens."""
     watch = _Watch(network, until)
     try:
         with watch:
             run(length)
     except _Stop:
         pass
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError, ValueError):
+        return None
     return watch.reads
