@@ -16,7 +16,7 @@ from mdmi_fast import ops
 from mdmi_fast.decode.loop import decode
 from mdmi_fast.decode.policies import MISource, needs_mi, parse_policy
 from mdmi_fast.decode.randomness import draw_seeds
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import read_json, replace_file
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import _checks as check
 
@@ -338,10 +338,7 @@ def read_choice(path: str | Path) -> dict[str, Any]:
         OSError: if there is no such file.
         ValueError: if it holds something else.
     """
-    try:
-        choice = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+    choice: Any = read_json(Path(path))
     if not isinstance(choice, dict) or "policy" not in choice:
         raise ValueError(f'{path}: expected an object with a "policy"')
     return choice
