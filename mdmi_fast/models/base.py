@@ -52,3 +52,12 @@ class MaskedModel(Protocol):
     def __call__(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> MaskedOutput:
         """Run the network on tokens [B, N] int64; attention_mask [B, N] bool is False at padding."""
         ...
+
+
+@runtime_checkable
+class CheckingModel(Protocol):
+    """The optional ability of a `MaskedModel` to tell beforehand what it cannot run."""
+
+    def check(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
+        """Raise the ValueError of the call on tokens [B, N] int64 and attention_mask [B, N] bool, without running it."""
+        ...
