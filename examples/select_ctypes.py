@@ -1,19 +1,32 @@
 """Which positions to unmask together, by ctypes: numpy arrays, no torch. For engines that load a shared library.
 
-python examples/select_ctypes.py FOLDER, where FOLDER holds libmdmi_fast.so: that of the installed package, or wherever
-you copied it.
+python examples/select_ctypes.py [FOLDER], where FOLDER holds libmdmi_fast.so; without one that of the installed package.
 """
 
+import argparse
 import ctypes
-import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 
+def find(folder):
+    """The library's file, in a folder or, for None, in that of the package, which is found without importing it."""
+    if folder is None:
+        package = find_spec("mdmi_fast")
+        if package is None:
+            raise SystemExit("mdmi_fast is not installed: name the FOLDER that holds libmdmi_fast.so")
+        folder = Path(package.origin).parent
+    path = Path(folder) / "libmdmi_fast.so"
+    if not path.is_file():
+        raise SystemExit(f"there is no {path}: name the FOLDER that holds it")
+    return path
+
+
 def load(folder):
     """The library, with the functions that are used declared as in mdmi_fast.h."""
-    library = ctypes.CDLL(str(Path(folder) / "libmdmi_fast.so"))
+    library = ctypes.CDLL(str(find(folder)))
     library.mdmi_last_error.restype = ctypes.c_char_p
     f32, f64, u8, i64 = (
         np.ctypeslib.ndpointer(dtype, flags="C") for dtype in (np.float32, np.float64, np.uint8, np.int64)
@@ -52,4 +65,6 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Choose positions to unmask together, by ctypes.")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="holds libmdmi_fast.so (default: the package's)")
+    main(parser.parse_args().folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -195,3 +196,14 @@ def test_the_ctypes_example_runs_without_torch() -> None:
     ]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert printed.count("write") == 2
+
+
+def test_the_ctypes_example_finds_the_library_or_says_what_is_missing(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "select_ctypes.py")]
+    found = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(FOLDER.parent)}, check=False, capture_output=True, text=True
+    )
+    assert (found.returncode, found.stdout.count("write")) == (0, 2), found.stderr
+    missing = subprocess.run([*command, tmp_path], check=False, capture_output=True, text=True)
+    told = f"there is no {tmp_path}/libmdmi_fast.so: name the FOLDER that holds it\n"
+    assert (missing.returncode, missing.stderr) == (1, told)

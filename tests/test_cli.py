@@ -341,7 +341,7 @@ def test_label_takes_states_of_unequal_lengths_and_masks_sequences(run: Run, tmp
     assert [state.pairs.tolist() for state in states] == [[[0, 1]], [[1, 2]]]
     assert set(states[0].mi) == {"joint", "kl"}
     code, _, err = run(*label, tmp_path / "masked", "--mask", "uniform")
-    assert (code, "no mask token 3 where masking is given, got one in sequence 0" in err) == (1, True)
+    assert (code, err) == (1, f"{data}:1: --mask takes no mask token 3\n{data}:2: --mask takes no mask token 3\n")
     data.write_text('{"tokens": [0, 2]}\n{"tokens": [1, 0, 2]}\n')
     for mask in ("uniform", "share:0.5", "trajectory:entropy", "trajectory:random"):
         folder = tmp_path / mask.replace(":", "-")
@@ -722,7 +722,7 @@ def test_a_run_that_fails_leaves_no_output_behind(run: Run, tmp_path: Path, monk
     data.write_text('{"tokens": [3, 3]}\n')
     code, _, err = run("decode", "--model", "any", "--data", data, "--policy", "topk:1", "--out", out)
     assert code == 1
-    assert err.startswith("mdmi-fast decode: decode: the model's logits at sequence 0, position 0 give no distribution")
+    assert err.startswith(f"{data}:1: decode: the model's logits at sequence 0, position 0 give no distribution")
     assert list(out.parent.iterdir()) == []
 
 
@@ -733,14 +733,22 @@ def test_a_run_that_fails_leaves_no_output_behind(run: Run, tmp_path: Path, monk
         ("[3, 3]", 'expected an object {"tokens": [...]} with at least one integer'),
         ("{}", 'expected an object {"tokens"'),
         ('{"tokens": []}', "at least one integer"),
-        ('{"tokens": [1, true]}', "at least one integer"),
-        ('{"tokens": [1.0]}', "at least one integer"),
+        ('{"tokens": "12"}', "at least one integer"),
+        ('{"tokens": [1, true]}', "true at position 1 is no token, which is an integer"),
+        ('{"tokens": [1.0]}', "1.0 at position 0 is no token, which is an integer"),
+        ('{"tokens": [1, "2"]}', '"2" at position 1 is no token, which is an integer'),
         ('{"tokens": [0, 4]}', "token 4 at position 1 is neither in 0..2 nor the mask token 3"),
         ('{"tokens": [-1]}', "token -1 at position 0"),
         ('{"tokens": [99999999999999999999999]}', "token 99999999999999999999999 at position 0"),
         ('{"tokens": [1', "not JSON: Expecting ',' delimiter (character 14)"),
         ("[" * 100_000, "not JSON: "),
-        ("\udcff", "not JSON: "),
+        ("\udcff", "not UTF-8: byte 1 is 0xff"),
+        ('{"tokens": [1], "name": "caf\udce9"}', "not UTF-8: byte 29 is 0xe9"),
+        ('{"tokens": [1], "score": NaN}', "NaN is no number of JSON"),
+        ('{"tokens": [1], "score": [-Infinity]}', "-Infinity is no number of JSON"),
+        ('{"tokens": [1], "score": 1e999}', "the number 1e999 is too large"),
+        ('{"tokens": [1], "tokens": [2]}', "the key 'tokens' stands twice in one object"),
+        ('{"tokens": [1], "note": {"a": 1, "b": 2, "a": 3}}', "the key 'a' stands twice in one object"),
     ],
 )
 def test_lines_that_hold_no_sequence_are_named(run: Run, tmp_path: Path, line: str, message: str) -> None:

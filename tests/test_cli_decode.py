@@ -80,8 +80,17 @@ def test_options_hold_for_lines_that_do_not_set_them(run: Run, tmp_path: Path) -
     out = run(*DECODE, "--data", data, "--suppress", 1, 0)[1]
     assert [json.loads(line)["tokens"] for line in out.splitlines()] == [[2, 2], [1, 1]]
     assert json.loads(run(*DECODE, "--data", data, "--stop", 1)[1].splitlines()[0])["passes"] == 1
-    code, _, err = run(*DECODE, "--data", data, "--top-p", 2)
-    assert (code, err) == (1, "mdmi-fast decode: decode: top_p must lie in (0, 1], got 2.0\n")
+    for option, value, told in (
+        ("--top-p", 2, "must lie between 0 and 1, got 2"),
+        ("--top-p", 0, "must be more than 0, got 0"),
+        ("--remask-below", "nan", "must lie between 0 and 1, got nan"),
+        ("--seed", 2**63, "must be below 2^63"),
+        ("--threads", 2**31, "must be below 2^31"),
+        ("--stop", 5, "--stop must name tokens in 0..4, which any has, got 5"),
+        ("--suppress", -1, "--suppress must name tokens in 0..4, which any has, got -1"),
+    ):
+        code, _, err = run(*DECODE, "--data", tmp_path / "not read", option, value)
+        assert (code, told in err) == (2, True), err
 
 
 @pytest.mark.parametrize(
@@ -98,6 +107,10 @@ def test_options_hold_for_lines_that_do_not_set_them(run: Run, tmp_path: Path) -
         ({"allowed": {"x": [1]}}, "option 'allowed' cannot be"),
         ({"allowed": {"2": [1]}}, "option 'allowed' must name positions below 2 and tokens below 5"),
         ({"allowed": {"1": [5]}}, "option 'allowed' must name positions below 2"),
+        ({"allowed": {"01": [1]}}, "option 'allowed' cannot be"),
+        ({"allowed": {"1": []}}, "option 'allowed' leaves nothing to write at position 1"),
+        ({"allowed": {"1": [4]}}, "option 'allowed' leaves nothing to write at position 1"),
+        ({"allowed": {"0": [1]}, "suppressed": [1]}, "option 'allowed' leaves nothing to write at position 0"),
     ],
 )
 def test_options_that_make_no_sense_are_named_with_their_line(

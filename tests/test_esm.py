@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,3 +152,11 @@ def test_the_real_esmc_fits_where_it_is_installed() -> None:
     output, alone = model(TOKENS), model(TOKENS[1:, :3])
     assert torch.equal(output.logits[1:, :3], alone.logits)
     assert output.hidden.shape == (2, 6, 128)
+
+
+@pytest.mark.parametrize("content", [b"", b"no weights", b"PK\x03\x04 cut"])
+def test_a_damaged_file_of_weights_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "esm2.pt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"fair-esm: {path} cannot be loaded: .*damaged or of something else"):
+        load_model(f"fair-esm:{path}")

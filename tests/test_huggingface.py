@@ -346,7 +346,7 @@ def test_special_tokens_of_a_configuration_may_be_several_or_no_token_at_all() -
 
 def test_a_folder_named_for_its_tokenizer_must_hold_one(tmp_path: Path) -> None:
     tiny("bert").save_pretrained(tmp_path)  # type: ignore[operator]
-    with pytest.raises(OSError, match=rf"cannot be loaded: folder {tmp_path} holds no tokenizer"):
+    with pytest.raises(OSError, match=rf"hf: folder {tmp_path} holds no tokenizer"):
         load_model(f"hf:{tmp_path}?tokenizer={tmp_path}")
 
 
@@ -496,7 +496,7 @@ def test_bad_inputs_are_named() -> None:
         model(good, torch.ones(2, 5, dtype=torch.bool))
     gap = torch.ones(2, 6, dtype=torch.bool)
     gap[1, 3] = False
-    with pytest.raises(ValueError, match="sequence 1 has some in the middle"):
+    with pytest.raises(ValueError, match="in the middle of sequence 1, at position 3"):
         model(good, gap)
     with pytest.raises(ValueError, match="at most 511 tokens, got 512"):
         model(torch.full((1, 512), 7))
@@ -512,6 +512,43 @@ def test_missing_transformers_names_the_extra(monkeypatch: pytest.MonkeyPatch) -
 def test_a_folder_that_is_not_there_is_an_error(name: str) -> None:
     with pytest.raises(FileNotFoundError, match=f"hf: there is no folder {name}"):
         load_model(f"hf:{name}")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (
+            lambda folder: cut(folder / "model-00002-of-00003.safetensors"),
+            r"model-00002-of-00003\.safetensors is damaged$",
+        ),
+        (lambda folder: (folder / "model-00002-of-00003.safetensors").unlink(), "model-00002-of-00003.safetensors"),
+        (lambda folder: cut(folder / "model.safetensors.index.json"), "missing or damaged$"),
+        (lambda folder: cut(folder / "config.json"), r"config\.json' is not a valid JSON file"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "Should have a `model_type`"),
+        (lambda folder: resize(folder / "config.json"), "missing or damaged$"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "missing or damaged$"),
+        (lambda folder: (folder / "vocab.txt").write_bytes(b"\xff\xfe"), "missing or damaged$"),
+    ],
+)
+def test_a_folder_with_a_damaged_or_missing_file_is_named_with_the_reason(
+    tmp_path: Path, change: Any, reason: str
+) -> None:
+    network: Any = tiny("bert")
+    network.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert (tmp_path / "model-00003-of-00003.safetensors").exists()
+    load_model(f"hf:{tmp_path}")
+    change(tmp_path)
+    with pytest.raises((OSError, ValueError), match=f"^hf: {tmp_path} cannot be loaded: .*{reason}") as error:
+        load_model(f"hf:{tmp_path}")
+    assert "copy the model's folder" not in str(error.value)  # it is here already
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def resize(config: Path) -> None:
+    config.write_text(config.read_text().replace('"intermediate_size": 48', '"intermediate_size": 64'))
 
 
 def test_a_name_that_cannot_be_fetched_says_what_works_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -418,8 +418,14 @@ class TestReader:
             read_puzzles([IMPOSSIBLE], check_unique=False)
 
     def test_bytes_that_are_no_text_are_wrong_characters(self, tmp_path: Path) -> None:
-        with pytest.raises(PuzzleError, match=r"puzzles.txt:2: .*\(character 1\)"):
+        with pytest.raises(PuzzleError, match=r"puzzles.txt:2: byte 0xff \(character 1\) is not UTF-8"):
             self.read(tmp_path, b"#\n\xff\xfe" + EASY.encode())
+        assert self.read(tmp_path, b"# caf\xe9\n" + EASY.encode()) == [EASY]
+
+    @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+    def test_a_file_in_utf_16_is_known_as_such(self, tmp_path: Path, encoding: str) -> None:
+        with pytest.raises(PuzzleError, match=r"^[^\n]*puzzles.txt:1: looks like UTF-16; save it as UTF-8$"):
+            self.read(tmp_path, f"{EASY}\n{EASY}\n".encode(encoding))
 
     def test_open_file_is_named_and_missing_file_is_an_os_error(self, tmp_path: Path) -> None:
         path = tmp_path / "some.txt"

@@ -11,10 +11,13 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from io import TextIOWrapper
+from pathlib import Path
 from typing import TextIO
 
 from mdmi_fast import __version__
 from mdmi_fast.cli._errors import InputError, UsageError, one_line
+from mdmi_fast.files import FULL
 
 COMMANDS = (
     *("demo", "sudoku", "models", "label", "train", "evaluate", "tune", "decode", "map"),
@@ -23,6 +26,7 @@ COMMANDS = (
 """In the order in which help lists them; each is a module of this package, with _ for -."""
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
+_STDOUT = "standard output"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +41,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with the same numbers, by argparse, for help and arguments it cannot read.
     """
+    if sys.stderr is None:  # print() would take standard output instead
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - for as long as the process lives
+    if sys.stdout is None:
+        print("mdmi-fast: standard output is closed; send it to a file or to /dev/null", file=sys.stderr)
+        return FAILED
+    if isinstance(sys.stdout, TextIOWrapper):  # a path that is no text can be printed, too
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = _run(arguments)
+    except SystemExit:
+        if _flush():
+            raise
+        return FAILED
+    return code if _flush() else FAILED
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     command = "mdmi-fast"
     try:
         options = _parser().parse_args(arguments)
@@ -46,27 +67,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             code: int = options.run(options)
-        sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has gone; without this the interpreter's last flush complains.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        return FAILED  # whoever read the output has gone
     except UsageError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return USAGE
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return FAILED
     except Exception as error:
-        message = one_line(error)
-        if message is None or os.environ.get("MDMI_DEBUG") == "1":
+        if isinstance(error, OSError) and error.filename is None and error.errno in FULL:
+            error.filename = _STDOUT  # files are named by those who write them
+        if isinstance(error, OSError) and error.filename == _STDOUT:
+            _forget_output()
+        known = isinstance(error, InputError)
+        message = str(error) if known else one_line(error)
+        wants_traceback = os.environ.get("MDMI_DEBUG") == "1" and not (known and error.__cause__ is None)
+        if message is None or wants_traceback:
             raise
-        print(f"{command}: {message}", file=sys.stderr)
+        print(message if known else f"{command}: {message}", file=sys.stderr)
         return FAILED
     return code
+
+
+def _flush() -> bool:
+    """Write out what was printed, and say whether that went well."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(f"mdmi-fast: {_STDOUT}: {error.strerror}", file=sys.stderr)
+        _forget_output()
+        return False
+    return True
+
+
+def _forget_output() -> None:
+    """Leave nothing for the last flush of the interpreter, which would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

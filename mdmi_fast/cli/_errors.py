@@ -20,4 +20,6 @@ def one_line(error: Exception) -> str | None:
     if isinstance(error, (ValueError, OSError, UnsupportedError, ImportError, MemoryError)):
         lines = (line.strip() for line in str(error).splitlines())
         return "; ".join(line for line in lines if line).replace(":; ", ": ") or type(error).__name__
+    if type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error):  # torch has no common kind
+        return f"out of memory: {str(error).splitlines()[0]}"
     return None

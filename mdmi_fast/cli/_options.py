@@ -61,16 +61,19 @@ FORM_NAMES = ("joint", "entropy", "kl")
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+    return at_least(1, text)
 
 
 def natural(text: str) -> int:
+    return at_least(0, text)
+
+
+def at_least(least: int, text: str, *, bits: int = 63) -> int:
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    if value >= 2**bits:
+        raise argparse.ArgumentTypeError(f"must be below 2^{bits}, got {value}")
     return value
 
 
@@ -95,6 +98,24 @@ def share(text: str) -> float:
     return value
 
 
+def probability(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {text}")
+    return value
+
+
+def _top_p(text: str) -> float:
+    value = probability(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+    return value
+
+
+def _threads(text: str) -> int:
+    return at_least(1, text, bits=31)
+
+
 class PolicySpec(str):
     """A policy as text, with the estimator and the options that it was chosen with, if it comes from a file."""
 
@@ -105,20 +126,40 @@ class PolicySpec(str):
 def policy_spec(text: str) -> PolicySpec:
     """The text itself, or that of the file it names, if it describes a policy."""
     from mdmi_fast.decoding import parse_policy
-    from mdmi_fast.decoding.calibrate import read_choice
 
     try:
-        if text.endswith(".json"):
-            choice = read_choice(text)
-            spec = PolicySpec(choice["policy"])
-            spec.estimator, spec.options = choice.get("estimator"), choice.get("options")
-        else:
-            spec = PolicySpec(text)
+        spec = _chosen_spec(text) if text.endswith(".json") else PolicySpec(text)
         parse_policy(spec, mi=lambda hidden, mask: hidden)
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    return spec
+
+
+def _chosen_spec(path: str) -> PolicySpec:
+    """What `mdmi-fast tune` has chosen.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it holds something else.
+    """
+    from mdmi_fast.cli._sequences import check_options
+    from mdmi_fast.decoding.calibrate import read_choice
+
+    choice = read_choice(path)
+    policy, estimator, options = choice["policy"], choice.get("estimator"), choice.get("options")
+    for name, value, kind in (("policy", policy, str), ("estimator", estimator, str), ("options", options, dict)):
+        if not isinstance(value, kind) and (value is not None or name == "policy"):
+            raise ValueError(f"{path}: {name} must be {'an object' if kind is dict else 'a text'}, got {value!r}")
+    spec = PolicySpec(policy)
+    spec.estimator = estimator
+    if options is not None:
+        spec.options = {name: value for name, value in options.items() if value is not None}
+        try:
+            check_options(spec.options)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
     return spec
 
 
@@ -139,7 +180,7 @@ def add_policy(parser: argparse.ArgumentParser, *, default: str | None = None) -
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=positive, metavar="N", help="threads to use (default: all processors)")
+    parser.add_argument("--threads", type=_threads, metavar="N", help="threads to use (default: all processors)")
 
 
 def add_seed(parser: argparse.ArgumentParser, *, of: str) -> None:
@@ -179,7 +220,7 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     """The other options of `decode`, which a record may also set for itself."""
     parser.add_argument("--top-k", type=positive, metavar="N", help="draw from the N most probable tokens only")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="draw from the fewest tokens that hold this probability"
+        "--top-p", type=_top_p, default=1.0, metavar="P", help="draw from the fewest tokens that hold this probability"
     )
     parser.add_argument("--gumbel", action="store_true", help="draw by the Gumbel-max rule")
     parser.add_argument("--suppress", type=int, nargs="+", default=[], metavar="TOKEN", help="never write these")
@@ -190,7 +231,7 @@ def add_writing(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--remask-below",
-        type=float,
+        type=probability,
         default=0.0,
         metavar="P",
         help="when all is written, mask again what was less probable than this",
@@ -220,17 +261,32 @@ def writing_options(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, option) for name, option in _WRITING.items() if hasattr(options, option)}
 
 
-def decoding_options(options: argparse.Namespace) -> dict[str, Any]:
-    """`writing_options`, or, where none of them is given, those that the policy of a file was chosen with."""
-    given = writing_options(options)
-    if options.policy.options is None:
-        return given
-    parser = argparse.ArgumentParser()
-    add_decoding(parser)
-    add_writing(parser)
-    default = writing_options(parser.parse_args([]))
-    untouched = all(value == default[name] for name, value in given.items())
-    return {**given, **options.policy.options} if untouched else given
+def decoding_options(options: argparse.Namespace, model: MaskedModel | None = None) -> dict[str, Any]:
+    """`writing_options`, or, where none of them is given, those that the policy of a file was chosen with.
+
+    Args:
+        options: of the command.
+        model: whose tokens they must name; None leaves that to who loads it.
+
+    Raises:
+        UsageError: they name tokens that the model does not have.
+    """
+    found = writing_options(options)
+    if options.policy.options is not None:
+        parser = argparse.ArgumentParser()
+        add_decoding(parser)
+        add_writing(parser)
+        default = writing_options(parser.parse_args([]))
+        if all(value == default[name] for name, value in found.items()):
+            found |= options.policy.options
+    for name in ("suppressed", "stop_tokens"):
+        for token in found.get(name, ()):
+            if model is not None and not 0 <= token < model.vocab_size:
+                raise UsageError(
+                    f"--{_WRITING[name]} must name tokens in 0..{model.vocab_size - 1}, which {options.model} has, "
+                    f"got {token}"
+                )
+    return found
 
 
 def choose_form(named: Form | None, labels: Path, trained_on: Form | None) -> Form:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import json
@@ -11,8 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from mdmi_fast.cli._errors import InputError, UsageError
+from mdmi_fast.cli._errors import InputError, UsageError, one_line
 from mdmi_fast.cli._options import kind_of
+from mdmi_fast.files import wrong_encoding
+from mdmi_fast.models.base import CheckingModel
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -26,10 +29,11 @@ _STDIN = "<stdin>"
 
 
 class TokenSequence(NamedTuple):
-    """A sequence of a file: its tokens, and the record it stood in."""
+    """A sequence of a file: its tokens, the record it stood in, and where that was, as `file:line`."""
 
     tokens: list[int]
     record: dict[str, Any]
+    where: str = ""
 
     @property
     def attention_mask(self) -> list[bool] | None:
@@ -54,16 +58,28 @@ class _Lines(list[str]):
 
 
 def read_lines(source: str) -> list[str]:
-    """The lines of a text file, or of standard input for "-"; bytes that are no UTF-8 become U+FFFD."""
+    """The lines of a text file, or of standard input for "-"; bytes that are no UTF-8 become surrogates.
+
+    Raises:
+        InputError: it looks like UTF-16.
+    """
     lines = _Lines()
     if source != "-":
         lines.name = source
-        with Path(source).open(encoding="utf-8-sig", errors="replace") as file:
+        with Path(source).open(encoding="utf-8-sig", errors="surrogateescape") as file:
             lines.extend(file)
-        return lines
-    lines.name = _STDIN
-    lines.extend(_standard_input())
+    else:
+        lines.name = _STDIN
+        lines.extend(_standard_input())
+    _check_start(lines)
     return lines
+
+
+def _check_start(lines: _Lines) -> None:
+    """Refuse text whose every line would be wrong."""
+    problem = wrong_encoding(lines[0][:4]) if lines else None
+    if problem is not None and "UTF-16" in problem:
+        raise InputError(f"{lines.name}: {problem}")
 
 
 def _standard_input() -> Iterable[str]:
@@ -72,7 +88,7 @@ def _standard_input() -> Iterable[str]:
     if sys.stdin.isatty():
         print("reading from the terminal; end with ctrl-D", file=sys.stderr)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8-sig", errors="replace")
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
     return sys.stdin
 
 
@@ -102,7 +118,7 @@ def read_sequences(
         limit: only so many of the first.
 
     Raises:
-        InputError: lines that hold no sequence of the model's tokens, at most 20 of them; or a file without any.
+        InputError: lines that hold no sequence that the model can run, at most 20 of them; or a file without any.
     """
     found = _parse(read_lines(source), model_name, model)[:limit]
     if not found:
@@ -136,8 +152,10 @@ def stream_sequences(
         lines[:] = itertools.islice(incoming, window)
         if not lines:
             break
-        if not lines.before and _holds_puzzles(lines, model_name):
-            lines.extend(incoming)
+        if not lines.before:
+            _check_start(lines)
+            if _holds_puzzles(lines, model_name):
+                lines.extend(incoming)
         found = _parse(lines, model_name, model)[: None if limit is None else limit - count]
         count += len(found)
         if found:
@@ -156,8 +174,11 @@ def _parse(lines: list[str], model_name: str, model: MaskedModel) -> list[TokenS
         return _read_json_lines(lines, model)
     from mdmi_fast.tasks.sudoku.puzzles import format_line
 
-    givens = read_puzzle_lines(lines, check_unique=False).givens
-    return [TokenSequence(board.tolist(), {"puzzle": format_line(board)}) for board in givens]
+    givens, name = read_puzzle_lines(lines, check_unique=False).givens, getattr(lines, "name", "<lines>")
+    return [
+        TokenSequence(board.tolist(), {"puzzle": format_line(board)}, f"{name}: puzzle {number}")
+        for number, board in enumerate(givens, 1)
+    ]
 
 
 def _read_json_lines(lines: list[str], model: MaskedModel) -> list[TokenSequence]:
@@ -166,10 +187,11 @@ def _read_json_lines(lines: list[str], model: MaskedModel) -> list[TokenSequence
     for number, line in enumerate(lines, 1 + getattr(lines, "before", 0)):
         if not line.strip():
             continue
+        where = f"{getattr(lines, 'name', '<lines>')}:{number}"
         try:
-            found.append(_read_record(line, model))
+            found.append(_read_record(line, model)._replace(where=where))
         except ValueError as error:
-            problems.append(f"{getattr(lines, 'name', '<lines>')}:{number}: {error}")
+            problems.append(f"{where}: {error}")
             if len(problems) == _MOST_PROBLEMS:
                 break
     if problems:
@@ -178,24 +200,30 @@ def _read_json_lines(lines: list[str], model: MaskedModel) -> list[TokenSequence
 
 
 def _read_record(line: str, model: MaskedModel) -> TokenSequence:
-    try:
-        record = json.loads(line.rstrip())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} (character {error.pos + 1})") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
-        raise ValueError(f"not JSON: {error}") from error
+    problem = wrong_encoding(line)
+    if problem is not None:
+        raise ValueError(problem)
+    record = _read_object(line)
     tokens = record.get("tokens") if isinstance(record, dict) else None
-    if not are_tokens(tokens) or not tokens:
+    if not isinstance(record, dict) or not isinstance(tokens, list) or not tokens:
         raise ValueError('expected an object {"tokens": [...]} with at least one integer')
     for position, token in enumerate(tokens):
+        if type(token) is not int:
+            raise ValueError(f"{json.dumps(token)[:40]} at position {position} is no token, which is an integer")
         if not (0 <= token < model.vocab_size or token == model.mask_token_id):
             raise ValueError(
                 f"token {token} at position {position} is neither in 0..{model.vocab_size - 1} nor the mask token "
                 f"{model.mask_token_id}"
             )
     _check_attention_mask(record.get("attention_mask"), length=len(tokens))
-    _check_item(record.get("options", {}), length=len(tokens), vocab_size=model.vocab_size)
-    return TokenSequence(tokens, record)
+    sequence = TokenSequence(tokens, record)
+    if isinstance(model, CheckingModel):
+        import torch
+
+        visible = sequence.attention_mask
+        model.check(torch.tensor([tokens]), None if visible is None else torch.tensor([visible]))
+    _check_item(record.get("options", {}), tokens=tokens, model=model)
+    return sequence
 
 
 def _check_attention_mask(given: Any, *, length: int) -> None:
@@ -212,6 +240,38 @@ def _check_attention_mask(given: Any, *, length: int) -> None:
         raise ValueError(f'"attention_mask" must be as long as "tokens", {length}, got {len(given)}')
     if "0" in "".join("1" if shown else "0" for shown in given).strip("0") or not any(given):
         raise ValueError('"attention_mask" must hide positions at the ends only, and not all of them')
+
+
+def _read_object(line: str) -> Any:
+    """The value of a line of JSON, without anything that would come out changed: what is written back is what came."""
+    try:
+        return json.loads(
+            line.strip(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_repetition
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} (character {error.pos + 1})") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+        raise ValueError(f"not JSON: {error}") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} stands twice in one object")
+    return found
 
 
 def are_tokens(value: Any) -> TypeGuard[list[int]]:
@@ -232,15 +292,16 @@ _ITEM_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "stop_tokens": are_tokens,
     "seed": lambda value: type(value) is int and -(2**63) <= value < 2**63,
     "allowed": lambda value: (
-        isinstance(value, dict) and all(key.isdecimal() and are_tokens(tokens) for key, tokens in value.items())
+        isinstance(value, dict)
+        and all(key.isdecimal() and str(int(key)) == key and are_tokens(tokens) for key, tokens in value.items())
     ),
 }
 """What "options" of a record may hold, and whether a value can be one: the arguments of `decode`, a seed, and
 the allowed tokens of positions as {"POSITION": [TOKEN, ...]}."""
 
 
-def _check_item(options: Any, *, length: int, vocab_size: int) -> None:
-    """Refuse options of a record that do not make sense.
+def check_options(options: Any) -> None:
+    """Refuse options of a record, or of a chosen policy, that no sequence could have.
 
     Raises:
         ValueError: naming the option.
@@ -250,12 +311,25 @@ def _check_item(options: Any, *, length: int, vocab_size: int) -> None:
     for name, value in options.items():
         if not _ITEM_OPTIONS[name](value):
             raise ValueError(f"option {name!r} cannot be {value!r}")
+
+
+def _check_item(options: Any, *, tokens: Sequence[int], model: MaskedModel) -> None:
+    """Refuse options of a record that make no sense for its tokens.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    check_options(options)
+    length, vocab_size = len(tokens), model.vocab_size
     for name in ("suppressed", "stop_tokens"):
         if not all(0 <= token < vocab_size for token in options.get(name, ())):
             raise ValueError(f"option {name!r} must name tokens below {vocab_size}")
-    for position, tokens in options.get("allowed", {}).items():
-        if int(position) >= length or not all(0 <= token < vocab_size for token in tokens):
+    unwritten = {model.mask_token_id, *options.get("suppressed", ())}
+    for position, permitted in options.get("allowed", {}).items():
+        if int(position) >= length or not all(0 <= token < vocab_size for token in permitted):
             raise ValueError(f"option 'allowed' must name positions below {length} and tokens below {vocab_size}")
+        if tokens[int(position)] == model.mask_token_id and unwritten.issuperset(permitted):
+            raise ValueError(f"option 'allowed' leaves nothing to write at position {position}")
 
 
 def decode_all(
@@ -273,7 +347,8 @@ def decode_all(
     """Decode sequences of any lengths, in their order. A result depends on the sequence, its number and the seed only.
 
     Sequences of one length and the same options are decoded together, out of the next 8 * batch_size ones: nothing
-    needs padding but what a record says of itself.
+    needs padding but what a record says of itself. A batch that fails is halved until it is known which sequences fail
+    alone.
 
     Args:
         model: decodes.
@@ -285,6 +360,9 @@ def decode_all(
         first_number: of the first sequence, in the receipts.
         trace: keep the receipts.
         progress: called with the number of sequences that were finished.
+
+    Raises:
+        InputError: where the first sequence that cannot be decoded would come, naming it and others; at most 20.
     """
     import torch
 
@@ -292,6 +370,29 @@ def decode_all(
     from mdmi_fast.decoding.randomness import draw_seeds
 
     seeds = draw_seeds(len(sequences), generator, torch.device("cpu"))
+
+    def run(chosen: list[int], options: Mapping[str, Any]) -> dict[int, Decoded]:
+        tokens = torch.tensor([sequences[number].tokens for number in chosen])
+        masks = [sequences[number].attention_mask for number in chosen]  # of all or none
+        result = decode(
+            model,
+            tokens,
+            policy,
+            seeds=seeds[chosen],
+            attention_mask=None if masks[0] is None else torch.tensor(masks),
+            allowed=_allowed([sequences[number] for number in chosen], model.vocab_size),
+            trace=trace,
+            progress=progress,
+            **options,
+        )
+        if progress is not None:
+            progress(int((result.passes == 0).sum()))
+        found = {}
+        for row, number in enumerate(chosen):
+            story = [{"sequence": first_number + number, **entry} for entry in receipt(result.trace or [], row)]
+            found[number] = Decoded(result.tokens[row].tolist(), int(result.passes[row]), story)
+        return found
+
     for start in range(0, len(sequences), 8 * batch_size):
         window = range(start, min(start + 8 * batch_size, len(sequences)))
         alike: dict[str, list[int]] = {}
@@ -304,32 +405,36 @@ def decode_all(
             key = json.dumps([len(sequences[number].tokens), shared, has_mask], sort_keys=True)
             alike.setdefault(key, []).append(number)
         done: dict[int, Decoded] = {}
+        failed: dict[int, Exception] = {}
         for key, numbers in alike.items():
-            _, shared, has_mask = json.loads(key)
-            options = {**defaults, **shared}
+            run_alike = functools.partial(run, options={**defaults, **json.loads(key)[1]})
             for first in range(0, len(numbers), batch_size):
-                chosen = numbers[first : first + batch_size]
-                tokens = torch.tensor([sequences[number].tokens for number in chosen])
-                visible = torch.tensor([sequences[n].attention_mask for n in chosen]) if has_mask else None
-                masked = ((tokens == model.mask_token_id) & (True if visible is None else visible)).any(dim=-1)
-                if progress is not None:
-                    progress(int((~masked).sum()))
-                result = decode(
-                    model,
-                    tokens,
-                    policy,
-                    seeds=seeds[chosen],
-                    attention_mask=visible,
-                    allowed=_allowed([sequences[number] for number in chosen], model.vocab_size),
-                    trace=trace,
-                    progress=progress,
-                    **options,
-                )
-                for row, number in enumerate(chosen):
-                    story = [{"sequence": first_number + number, **entry} for entry in receipt(result.trace or [], row)]
-                    done[number] = Decoded(result.tokens[row].tolist(), int(result.passes[row]), story)
+                done |= _halving(run_alike, numbers[first : first + batch_size], failed)
         for number in window:
+            if number not in done:
+                lines = [f"{sequences[bad].where}: {_reason(failed[bad])}" for bad in sorted(failed)]
+                raise InputError("\n".join(lines)) from failed[min(failed)]
             yield done[number]
+
+
+def _halving(
+    run: Callable[[list[int]], dict[int, Decoded]], chosen: list[int], failed: dict[int, Exception]
+) -> dict[int, Decoded]:
+    """What was decoded of a batch; what fails by itself is added to `failed`, of which there are enough at 20."""
+    if len(failed) >= _MOST_PROBLEMS:
+        return {}
+    try:
+        return run(chosen)
+    except (ValueError, IndexError, RuntimeError) as error:  # what models raise for what they cannot take
+        if len(chosen) == 1:
+            failed[chosen[0]] = error
+            return {}
+        half = len(chosen) // 2
+        return _halving(run, chosen[:half], failed) | _halving(run, chosen[half:], failed)
+
+
+def _reason(error: Exception) -> str:
+    return one_line(error) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _allowed(sequences: Sequence[TokenSequence], vocab_size: int) -> Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from mdmi_fast.bench import STEMS
 from mdmi_fast.cli._options import positive
+from mdmi_fast.files import check_folder
 
 
 def add(subparsers: Any) -> None:
@@ -41,6 +42,7 @@ def _stem(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_folder(options.out)
     from mdmi_fast.bench import report
     from mdmi_fast.bench.run import measure_stem
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
+from mdmi_fast.cli._errors import InputError, UsageError
 from mdmi_fast.cli._options import (
     DATA_HELP,
     add_decoding,
@@ -23,7 +23,7 @@ from mdmi_fast.cli._options import (
     load_policy,
     positive,
 )
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import check_file, open_output, same_file
 
 
 def add(subparsers: Any) -> None:
@@ -33,7 +33,8 @@ def add(subparsers: Any) -> None:
         description="Fill the masked positions of sequences. One JSON object a line comes out for each that goes in, "
         'in the same order: what the line held, with "tokens" filled and "passes" added. A line may say for itself what '
         'the options from --temperature on say for all: {"tokens": [...], "options": {"temperature": 0.5, "seed": 7, '
-        '"allowed": {"3": [1, 2]}}}. Lines of standard input are decoded as they come, --batch-size of them together.',
+        '"allowed": {"3": [1, 2]}}}. Lines of standard input are decoded as they come, --batch-size of them together. '
+        "A line that cannot be decoded is named and ends the command; those before it are written.",
     )
     add_model(parser)
     parser.add_argument("--data", default="-", metavar="FILE", help=f"{DATA_HELP} (default: -)")
@@ -53,44 +54,57 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_file(options.out)
+    check_file(options.trace)
+    if None not in (options.out, options.trace) and same_file(options.out, options.trace):
+        raise UsageError(f"--out and --trace are both {options.out}: one of them would be lost")
     from torch import Generator
 
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.cli._sequences import decode_all, stream_sequences
 
     model = load_decoded(options.model, [options.policy])
+    defaults = decoding_options(options, model)
     policy = load_policy(options, model, name=options.model)
     generator = Generator().manual_seed(options.seed)
     start = time.perf_counter()
     passes = count = 0
+    failure: InputError | None = None
     with (
         _output(options.out, sys.stdout) as out,
         _output(options.trace, None) as trace,
         bar(total=0, unit="sequence", description="decoding") as progress,
     ):
-        for sequences in stream_sequences(
-            options.data, model_name=options.model, model=model, window=options.batch_size, limit=options.limit
-        ):
-            progress.total = count + len(sequences)
-            decoded = decode_all(
-                model,
-                sequences,
-                policy,
-                generator=generator,
-                batch_size=options.batch_size,
-                defaults=decoding_options(options),
-                first_number=count,
-                trace=trace is not None,
-                progress=progress.update,
-            )
-            for sequence, done in zip(sequences, decoded, strict=True):
-                _print_line({**sequence.record, "tokens": done.tokens, "passes": done.passes}, out)
-                for record in done.trace:
-                    _print_line(record, trace)
-                passes += done.passes
-                count += 1
-            if out is not None:
-                out.flush()
+        try:
+            for sequences in stream_sequences(
+                options.data, model_name=options.model, model=model, window=options.batch_size, limit=options.limit
+            ):
+                progress.total = count + len(sequences)
+                decoded = decode_all(
+                    model,
+                    sequences,
+                    policy,
+                    generator=generator,
+                    batch_size=options.batch_size,
+                    defaults=defaults,
+                    first_number=count,
+                    trace=trace is not None,
+                    progress=progress.update,
+                )
+                for sequence, done in zip(sequences, decoded, strict=True):
+                    _print_line({**sequence.record, "tokens": done.tokens, "passes": done.passes}, out)
+                    for record in done.trace:
+                        _print_line(record, trace)
+                    passes += done.passes
+                    count += 1
+                for file in (out, trace):
+                    _write("", file, flush=True)
+        except InputError as error:
+            if not count:
+                raise  # and leave the files as they are
+            failure = error
+    if failure is not None:
+        raise InputError(f"{failure}\nmdmi-fast decode: {count} sequences were decoded before") from failure.__cause__
     seconds = time.perf_counter() - start
     print(
         f"mdmi-fast decode: {count} sequences, {passes / count:.1f} passes each, {seconds:.2f} s",
@@ -102,14 +116,22 @@ def run(options: argparse.Namespace) -> int:
 def _print_line(value: Any, file: IO[str] | None) -> None:
     """In one piece: whatever interrupts the command, no line is left half written."""
     if file is not None:
-        file.write(json_text(value) + "\n")
+        _write(json_text(value) + "\n", file)
 
 
-@contextlib.contextmanager
-def _output(path: Path | None, otherwise: IO[str] | None) -> Iterator[IO[str] | None]:
+def _write(text: str, file: IO[str] | None, *, flush: bool = False) -> None:
+    """Write to a file, whose path an error gets from `open_output`, or to standard output, which has none."""
+    try:
+        if file is not None:
+            file.write(text)
+            if flush:
+                file.flush()
+    except OSError as error:
+        if file is sys.stdout:
+            error.filename = "standard output"
+        raise
+
+
+def _output(path: Path | None, otherwise: IO[str] | None) -> AbstractContextManager[IO[str] | None]:
     """A file that is whole or untouched, or what to use without a path."""
-    if path is None:
-        yield otherwise
-        return
-    with replace_file(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        yield file
+    return nullcontext(otherwise) if path is None else open_output(path)

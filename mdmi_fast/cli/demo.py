@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._options import add_threads, positive
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import check_file, check_folder, replace_file
 
 if TYPE_CHECKING:
     from mdmi_fast.tasks.sudoku.demo import Row
@@ -54,6 +54,8 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_file(options.json)
+    check_folder(None if options.no_pictures else options.out)
     rows = list(_rows(options))
     if options.json:
         with replace_file(options.json) as temporary:

@@ -18,6 +18,7 @@ from mdmi_fast.cli._options import (
     json_text,
     natural,
 )
+from mdmi_fast.files import check_file
 
 
 def add(subparsers: Any) -> None:
@@ -53,6 +54,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_file(options.plot)
     from mdmi_fast.cli import _report
     from mdmi_fast.estimator import evaluate_splits
     from mdmi_fast.estimator.data import read_examples

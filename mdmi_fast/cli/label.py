@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdmi_fast.cli._errors import UsageError
+from mdmi_fast.cli._errors import InputError, UsageError
 from mdmi_fast.cli._options import (
     DATA_HELP,
     FORM_NAMES,
@@ -17,9 +17,11 @@ from mdmi_fast.cli._options import (
     add_seed,
     add_threads,
     amount,
+    at_least,
     natural,
     positive,
 )
+from mdmi_fast.files import check_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,6 +90,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_folder(options.out)
     if options.states is not None and (options.limit or options.mask):
         raise UsageError("--states takes no --limit and no --mask; they belong to --data")
     if options.states is not None:
@@ -95,36 +98,41 @@ def run(options: argparse.Namespace) -> int:
     if options.keep and not options.mask:
         raise UsageError("--keep belongs to --mask")
     from mdmi_fast.cli._progress import bar
-    from mdmi_fast.labels import write_labels
+    from mdmi_fast.labels import SequenceError, write_labels
     from mdmi_fast.models import load_model
 
     model = load_model(options.model)
-    sequences, origin = _sequences(options, model)
+    sequences, places, origin = _sequences(options, model)
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     shards = -(-len(sequences) // options.shard_size)
     own = sum(len(sequences[n * options.shard_size :][: options.shard_size]) for n in range(rank, shards, world_size))
     start = time.perf_counter()
-    with bar(total=own, unit="state", description="labelling") as progress:
-        passes = write_labels(
-            model,
-            sequences,
-            options.out,
-            forms=options.form,
-            epsilon=options.epsilon,
-            directions=options.directions,
-            window=options.window,
-            samples=options.samples,
-            masking=_masking(options.mask, tuple(options.keep)) if options.mask else None,
-            seed=options.seed,
-            hidden=options.hidden,
-            shard_size=options.shard_size,
-            batch_tokens=options.batch_tokens,
-            precision=options.precision,
-            rank=rank,
-            world_size=world_size,
-            provenance={"model": options.model, **origin},
-            progress=progress.update,
-        )
+    try:
+        with bar(total=own, unit="state", description="labelling") as progress:
+            passes = write_labels(
+                model,
+                sequences,
+                options.out,
+                forms=options.form,
+                epsilon=options.epsilon,
+                directions=options.directions,
+                window=options.window,
+                samples=options.samples,
+                masking=_masking(options.mask, tuple(options.keep)) if options.mask else None,
+                seed=options.seed,
+                hidden=options.hidden,
+                shard_size=options.shard_size,
+                batch_tokens=options.batch_tokens,
+                precision=options.precision,
+                rank=rank,
+                world_size=world_size,
+                provenance={"model": options.model, **origin},
+                progress=progress.update,
+            )
+    except SequenceError as error:
+        if error.number >= len(places):
+            raise
+        raise InputError(f"{places[error.number]}: {error.reason}") from error
     seconds = time.perf_counter() - start
     forms = ", ".join(options.form)
     print(f"{own} states in {options.out}, form {forms}: {passes} passes in this run, {seconds:.1f} s")
@@ -146,26 +154,31 @@ def _maker(model: str) -> Callable[..., Iterable[Tensor]]:
     return found
 
 
-def _sequences(options: argparse.Namespace, model: MaskedModel) -> tuple[Sequence[Tensor], dict[str, Any]]:
-    """What to label, and where it comes from."""
+def _sequences(
+    options: argparse.Namespace, model: MaskedModel
+) -> tuple[Sequence[Tensor], Sequence[str], dict[str, Any]]:
+    """What to label, the place of each as `file:line` if it was read, and what a reader should know of all."""
     import torch
 
     from mdmi_fast.cli._sequences import read_sequences
 
     if options.states is not None:
-        return list(_maker(options.model)(model, options.states, seed=options.seed)), {"states_seed": options.seed}
+        return list(_maker(options.model)(model, options.states, seed=options.seed)), (), {"states_seed": options.seed}
     found = read_sequences(options.data, model_name=options.model, model=model, limit=options.limit)
+    if options.mask:
+        masked = [sequence.where for sequence in found if model.mask_token_id in sequence.tokens]
+        if masked:
+            raise InputError(
+                "\n".join(f"{where}: --mask takes no mask token {model.mask_token_id}" for where in masked[:20])
+            )
     # A sequence means the same without its padding, which no label is about.
     shown = [sequence.attention_mask or [True] * len(sequence.tokens) for sequence in found]
     sequences = [torch.tensor(one.tokens)[torch.tensor(mask)] for one, mask in zip(found, shown, strict=True)]
-    return sequences, {"data": Path(options.data).name}
+    return sequences, [sequence.where for sequence in found], {"data": Path(options.data).name}
 
 
 def _several(text: str) -> int:
-    value = int(text)
-    if value < 2:
-        raise argparse.ArgumentTypeError(f"must be at least 2, got {value}")
-    return value
+    return at_least(2, text)
 
 
 def _masking_spec(text: str) -> str:

@@ -19,6 +19,7 @@ from mdmi_fast.cli._options import (
     natural,
     share,
 )
+from mdmi_fast.files import check_file, replace_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,6 +98,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--picture board belongs to Sudoku models")
     for name in options.formats:
         _check_extra(name)
+        check_file(_path(options, name))
     from mdmi_fast.cli._sequences import read_sequences
     from mdmi_fast.models import load_model
 
@@ -104,8 +106,13 @@ def run(options: argparse.Namespace) -> int:
     sequences = read_sequences(options.data, model_name=options.model, model=model)
     if options.index >= len(sequences):
         raise InputError(f"{options.data}: holds {len(sequences)} sequences, there is none of index {options.index}")
-    found = _map(options, model, sequences[options.index])
+    sequence = sequences[options.index]
     expected, other = _expected(options.model), _other(options.compare)
+    if other is not None and len(other.tokens) != len(sequence.tokens):
+        raise InputError(
+            f"{options.compare}: is a map of {len(other.tokens)} positions, {sequence.where} has {len(sequence.tokens)}"
+        )
+    found = _map(options, model, sequence)
     paths = _write(options, found, expected, other)
     _print_pairs(found, expected, options)
     if other is not None:
@@ -128,23 +135,29 @@ def _map(options: argparse.Namespace, model: MaskedModel, sequence: TokenSequenc
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.maps import mi_map
 
-    state, mask = torch.tensor(sequence.tokens), sequence.attention_mask
-    visible = None if mask is None else torch.tensor(mask)
+    state, shown = torch.tensor(sequence.tokens), sequence.attention_mask
+    visible = None if shown is None else torch.tensor(shown)
     labels = [f"r{cell // 9 + 1}c{cell % 9 + 1}" for cell in range(81)] if kind_of(options.model) == "sudoku" else None
+    estimator = None
     if not options.probe:
         estimator = find_estimator(options.estimator, model=options.model)
         estimator.check_model(model)
-        return mi_map(model, state, estimator=estimator, attention_mask=visible, labels=labels)
     masked = int((state == model.mask_token_id).sum())
-    with bar(total=1 + masked * model.vocab_size, unit="pass", description="probing") as progress:
-        return mi_map(
-            model,
-            state,
-            form=options.form or "joint",
-            attention_mask=visible,
-            labels=labels,
-            progress=progress.update,
-        )
+    with bar(
+        total=1 + masked * model.vocab_size, unit="pass", description="probing", silent=not options.probe
+    ) as progress:
+        try:
+            return mi_map(
+                model,
+                state,
+                estimator=estimator,
+                form=options.form or "joint",
+                attention_mask=visible,
+                labels=labels,
+                progress=progress.update,
+            )
+        except ValueError as error:
+            raise InputError(f"{sequence.where}: {error}") from error
 
 
 def _expected(model: str) -> Tensor | None:
@@ -157,14 +170,13 @@ def _expected(model: str) -> Tensor | None:
 
 
 def _write(options: argparse.Namespace, found: MIMap, expected: Tensor | None, other: MIMap | None) -> list[Path]:
-    from mdmi_fast.files import replace_file
     from mdmi_fast.maps import dependency_graph, write_graph, write_page
 
     name = _TASKS.get(kind_of(options.model), "expected")
     title = f"{options.model}, sequence {options.index} of {Path(options.data).name}"
     paths = []
     for kind in options.formats:
-        path = Path(f"{options.out}.{kind}")
+        path = _path(options, kind)
         if kind == "npz":
             found.save(path)
         elif kind == "html":
@@ -177,6 +189,10 @@ def _write(options: argparse.Namespace, found: MIMap, expected: Tensor | None, o
                 figure.savefig(temporary, dpi=120)
         paths.append(path)
     return paths
+
+
+def _path(options: argparse.Namespace, kind: str) -> Path:
+    return Path(f"{options.out}.{kind}")
 
 
 def _draw(

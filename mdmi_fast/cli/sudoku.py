@@ -50,13 +50,13 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"{options.file}: holds no puzzles")
     model = load_model(options.model)
     policy = load_policy(options, model, name=f"sudoku:{options.model}")
-    defaults = decoding_options(options)
+    defaults = decoding_options(options, model)
     start = time.perf_counter()
     with bar(total=len(givens), unit="puzzle", description="solving") as progress:
         found = list(
             decode_all(
                 model,
-                [TokenSequence(given, {}) for given in givens],
+                [TokenSequence(given, {}, f"{options.file}: puzzle {n}") for n, given in enumerate(givens, 1)],
                 policy,
                 generator=torch.Generator().manual_seed(options.seed),
                 batch_size=options.batch_size,

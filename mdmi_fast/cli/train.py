@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from mdmi_fast.cli._options import (
     positive,
     share,
 )
+from mdmi_fast.files import check_folder
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +126,7 @@ def run(options: argparse.Namespace) -> int:
     if options.old_labels is not None and options.start is None:
         raise UsageError("--old-labels belongs to --from")
     options.out = options.out or _own_folder(options.model)
+    check_folder(options.out)
     import torch
     import torch.distributed as dist
 
@@ -148,9 +149,6 @@ def run(options: argparse.Namespace) -> int:
         options.form = choose_form(options.form, options.labels, estimator.provenance.get("form"))
         labels = read_examples(options.labels, options.form, model=model)
         old = read_examples(options.old_labels, options.form) if options.old_labels else None
-        options.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=options.out):  # an epoch is too long to wait for the news
-            pass
         _train(options, model, labels, old, estimator, speak=not several or dist.get_rank() == 0)
     finally:
         if several:

@@ -22,6 +22,7 @@ from mdmi_fast.cli._options import (
     positive,
     writing_options,
 )
+from mdmi_fast.files import check_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,6 +99,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    check_file(options.out)
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.cli._sequences import read_sequences
     from mdmi_fast.decoding import needs_mi

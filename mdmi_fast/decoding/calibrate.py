@@ -25,7 +25,7 @@ from mdmi_fast.decoding.loop import decode
 from mdmi_fast.decoding.policies import MISource, Policy, Sequential, Step, needs_mi, parse_policy
 from mdmi_fast.decoding.policies.mutual_information import pairwise_mi
 from mdmi_fast.decoding.randomness import draw_seeds
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import read_json, replace_file
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.call import call_model
 from mdmi_fast.ops import Selection, TokenStats
@@ -687,10 +687,7 @@ def read_choice(path: str | Path) -> dict[str, Any]:
         OSError: if there is no such file.
         ValueError: if it holds something else.
     """
-    try:
-        choice = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+    choice: Any = read_json(Path(path))
     if not isinstance(choice, dict) or "policy" not in choice:
         raise ValueError(f'{path}: expected an object with a "policy"')
     return choice

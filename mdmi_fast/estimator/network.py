@@ -14,12 +14,12 @@ from urllib.parse import quote
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from mdmi_fast import ops
 from mdmi_fast.estimator.seen import SeenStates
-from mdmi_fast.files import cache_folder, replace_file
+from mdmi_fast.files import cache_folder, check_folder, read_json, replace_file
 from mdmi_fast.labels import masked_pairs
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import differences, identity
@@ -361,8 +361,10 @@ class PairScorer(nn.Module):
 
         Raises:
             TypeError: if `provenance` holds what JSON cannot.
+            OSError: if the folder cannot be made or written.
         """
         folder = Path(folder)
+        check_folder(folder)
         config = {
             "architecture": self.architecture,
             "configuration": self.configuration(),
@@ -377,7 +379,7 @@ class PairScorer(nn.Module):
             tensors |= self.seen.tensors()
         text = json.dumps(config, indent=2) + "\n"
         with replace_file(folder / WEIGHTS_FILE) as temporary:
-            save_file(tensors, temporary)
+            temporary.write_bytes(save(tensors))
         with replace_file(folder / CONFIG_FILE) as temporary:
             temporary.write_text(text)
 
@@ -403,7 +405,7 @@ class PairScorer(nn.Module):
             )
         try:
             estimator = cls(**config["configuration"])
-            weights = load_file(folder / WEIGHTS_FILE)
+            weights = load((folder / WEIGHTS_FILE).read_bytes())
             estimator.seen = SeenStates.taken_from(weights, config.get("seen"))
             estimator.load_state_dict(weights, assign=True)  # on the CPU, in the file's dtype
         except (SafetensorError, RuntimeError, TypeError, ValueError) as error:
@@ -420,10 +422,11 @@ def read_configuration(folder: Path) -> dict[str, Any]:
         ValueError: if it is damaged or of something else.
     """
     path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: not the configuration of an estimator: {error}") from error
+    config = read_json(path, "not the configuration of an estimator")
+    kinds = {"architecture": str, "configuration": dict, "trained_on": dict | None, "provenance": dict}
+    for name, kind in kinds.items() if isinstance(config, dict) else ():
+        if name in config and not isinstance(config[name], kind):
+            raise ValueError(f"{path}: not the configuration of an estimator: {name} cannot be {config[name]!r}")
     if not isinstance(config, dict) or not {"architecture", "configuration"} <= config.keys():
         raise ValueError(f"{path}: not the configuration of an estimator: architecture or configuration is missing")
     return config

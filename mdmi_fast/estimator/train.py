@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -308,8 +308,10 @@ class _Run:
             self.best = copy.deepcopy(self._estimator.state_dict())
         self.epoch += 1
         if self._path is not None and _rank() == 0:
+            held = io.BytesIO()  # written by torch itself, a full disk would be a RuntimeError that names no file
+            torch.save({"settings": self._settings, "state": self._state()}, held)
             with replace_file(self._path) as temporary:
-                torch.save({"settings": self._settings, "state": self._state()}, temporary)
+                temporary.write_bytes(held.getbuffer())
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -325,7 +327,7 @@ class _Run:
         try:
             kept = torch.load(path, map_location="cpu", weights_only=True)
             settings, state = kept["settings"], kept["state"]
-        except (RuntimeError, OSError, EOFError, KeyError, TypeError, pickle.UnpicklingError) as error:
+        except Exception as error:  # torch and pickle raise many kinds for a file that is something else
             raise ValueError(f"{path}: not the checkpoint of a training: {error}") from error
         changed = [name for name, value in self._settings.items() if settings.get(name) != value]
         if changed:

@@ -4,7 +4,7 @@ from mdmi_fast.labels.aggregate import aggregate_mi
 from mdmi_fast.labels.masking import FixedShare, Masking, Trajectory, UniformShare
 from mdmi_fast.labels.plan import FORMS, Form
 from mdmi_fast.labels.probe import MILabels, Probe, label_mi, masked_pairs, probe_mi
-from mdmi_fast.labels.store import LabelledState, LabelSet, read_labels, stream_labels, write_labels
+from mdmi_fast.labels.store import LabelledState, LabelSet, SequenceError, read_labels, stream_labels, write_labels
 
 __all__ = [
     "FORMS",
@@ -15,6 +15,7 @@ __all__ = [
     "MILabels",
     "Masking",
     "Probe",
+    "SequenceError",
     "Trajectory",
     "UniformShare",
     "aggregate_mi",

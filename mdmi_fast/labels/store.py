@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from mdmi_fast import __version__
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import check_folder, read_json, replace_file
 from mdmi_fast.labels.forward import Forward, Precision
 from mdmi_fast.labels.masking import Masking
 from mdmi_fast.labels.plan import FORMS, Directions, Form
@@ -32,6 +32,17 @@ from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import describe_model, differences, layer_of, tensors_of
 
 INDEX_FILE = "labels.json"
+
+
+class SequenceError(ValueError):
+    """A sequence that cannot be labelled: its `number`, from 0, and the `reason`."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(number, reason)
+        self.number, self.reason = number, reason
+
+    def __str__(self) -> str:
+        return f"write_labels: sequence {self.number} cannot be labelled: {self.reason}"
 
 
 class LabelSet(NamedTuple):
@@ -133,7 +144,9 @@ def write_labels(
 
     Raises:
         ValueError: if there are no sequences, a number is out of range, sequences to be masked hold the mask token, or the
-            folder holds labels made with other settings, of another model or of other sequences.
+            folder holds labels made with other settings, of another model or of other sequences. SequenceError, which is
+            one, names the sequence that a model refuses; finished shards stay.
+        OSError: if the folder cannot be made or written.
 
     Numerics:
         The same settings give the same bytes on any number of processes and after any interruption, if the model's
@@ -157,6 +170,7 @@ def write_labels(
                     f"got one in sequence {number}"
                 )
     folder = Path(folder)
+    check_folder(folder)
     settings: dict[str, Any] = {
         "model": describe_model(model),
         "layer": layer_of(model),
@@ -205,7 +219,7 @@ def write_labels(
             states = _label_by_length(sequences, numbers, forward, label)
             passes += sum(state.passes for state in states)
             with replace_file(path) as temporary:
-                save_file(_pack(states), temporary)
+                temporary.write_bytes(save(_pack(states)))
         if progress is not None:
             progress(len(numbers))
     return passes
@@ -228,6 +242,13 @@ def _label_by_length(
             except torch.OutOfMemoryError:
                 forward.shrink(len(now), length)
                 continue
+            except (ValueError, IndexError, RuntimeError):  # what models raise for what they cannot take
+                for number in now:
+                    try:
+                        label(sequences[number].unsqueeze(0), [number])
+                    except (ValueError, IndexError, RuntimeError) as error:
+                        raise SequenceError(number, str(error)) from error
+                raise
             found.update(zip(now, states, strict=True))
             left = left[len(now) :]
     return [found[number] for number in numbers]
@@ -262,10 +283,8 @@ def stream_labels(folder: str | Path, *, model: MaskedModel | None = None) -> It
                 f"{folder}: {path.name} of {count} shards is missing; run the labelling again to finish it"
             )
         try:
-            with safe_open(path, "pt") as file:
-                shard = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-            states = list(_read_shard(shard, settings))
-        except (SafetensorError, KeyError, RuntimeError) as error:
+            states = list(_read_shard(load(path.read_bytes()), settings))
+        except (SafetensorError, KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: damaged ({error}); delete it and run the labelling again") from error
         first = number * settings["shard_size"]
         if len(states) != min(settings["shard_size"], settings["sequences"] - first):
@@ -339,14 +358,21 @@ def _open(folder: Path, settings: dict[str, Any]) -> None:
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX_FILE
     try:
-        settings: dict[str, Any] = json.loads(path.read_text())
+        settings: dict[str, Any] = read_json(path, "damaged")
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder}: holds no labels ({INDEX_FILE} is missing)") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged: {error}") from error
     needed = {"model", "layer", "forms", "window", "sequences", "shard_size"}
     if not isinstance(settings, dict) or not needed <= settings.keys():
         raise ValueError(f"{path}: damaged: not the index of a folder of labels")
+    forms, window, counts = settings["forms"], settings["window"], [settings["sequences"], settings["shard_size"]]
+    if not (
+        isinstance(forms, list)
+        and forms
+        and all(form in FORMS for form in forms)
+        and (window is None or (type(window) is int and window >= 0))
+        and all(type(count) is int and count >= 1 for count in counts)
+    ):
+        raise ValueError(f"{path}: damaged: forms, window, sequences or shard_size make no sense")
     return settings
 
 
@@ -409,6 +435,9 @@ def _read_shard(shard: dict[str, Tensor], settings: dict[str, Any]) -> Iterator[
     }
     hidden = shard["hidden"].split(masked) if "hidden" in shard else [None] * len(masked)
     tokens = shard["tokens"].long().split(shard["lengths"].tolist())
+    for state, own in zip(tokens, positions, strict=True):
+        if len(own) and not 0 <= int(own.min()) <= int(own.max()) < len(state):
+            raise ValueError("a masked position lies outside of its sequence")
     entropy, passes = shard["entropy"].split(masked), shard["passes"].tolist()
     for row in range(len(masked)):
         mi, bound, error = ({form: parts[row] for form, parts in forms.items()} for forms in per_pair.values())

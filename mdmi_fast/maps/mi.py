@@ -15,6 +15,8 @@ from torch import Tensor
 
 from mdmi_fast import checks as check
 from mdmi_fast import ops
+from mdmi_fast.decoding.policies import MISource, Step
+from mdmi_fast.decoding.policies.mutual_information import pairwise_mi
 from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.files import replace_file
 from mdmi_fast.labels import Form, label_mi, masked_pairs
@@ -80,21 +82,33 @@ class MIMap:
         """Read a map back.
 
         Raises:
-            FileNotFoundError: there is no such file.
+            OSError: the file cannot be read.
             ValueError: it is no map.
         """
-        try:
-            with Path(path).open("rb") as file:
+        with Path(path).open("rb") as file:
+            try:
                 if not zipfile.is_zipfile(file):  # numpy would speak of pickles
                     raise ValueError("it is no .npz file")
                 file.seek(0)
                 arrays = np.load(file, allow_pickle=False)
                 mi, entropy, tokens, mask = (torch.from_numpy(arrays[name]) for name in _ARRAYS)
-                return cls(mi, entropy, tokens, mask, tuple(arrays["labels"].tolist()), str(arrays["source"]))
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # numpy and zipfile raise many kinds for a file that is something else
-            raise ValueError(f"{path}: not a map of mutual information: {error}") from error
+                found = cls(mi, entropy, tokens, mask, tuple(arrays["labels"].tolist()), str(arrays["source"]))
+                found._check()
+            except Exception as error:  # numpy and zipfile raise many kinds for a file that is something else
+                raise ValueError(f"{path}: not a map of mutual information: {error}") from error
+        return found
+
+    def _check(self) -> None:
+        n = len(self.tokens)
+        wanted = ((torch.float32, (n, n)), (torch.float32, (n,)), (torch.int64, (n,)), (torch.bool, (n,)))
+        for name, (dtype, shape) in zip(_ARRAYS, wanted, strict=True):
+            array = getattr(self, name)
+            if array.dtype != dtype or array.shape != shape:
+                raise ValueError(f"{name} must be {shape} {dtype}, got {tuple(array.shape)} {array.dtype}")
+        if len(self.labels) != n:
+            raise ValueError(f"labels must be {n} like tokens, got {len(self.labels)}")
+        if bool(self.mi.isnan().any() | self.entropy.isnan().any()):
+            raise ValueError("it holds NaN")
 
 
 def mi_map(
@@ -102,7 +116,7 @@ def mi_map(
     tokens: Tensor,
     mask: Tensor | None = None,
     *,
-    estimator: Callable[[Tensor, Tensor], Tensor] | None = None,
+    estimator: MISource | None = None,
     form: Form = "joint",
     epsilon: float = 0.0,
     batch_size: int = 512,
@@ -116,7 +130,8 @@ def mi_map(
         model: the frozen model.
         tokens: [N] int64.
         mask: [N] bool, True = masked; None takes the positions that hold the mask token.
-        estimator: hidden [B, N, D] and mask [B, N] to mutual information [B, N, N], one pass; None probes the model.
+        estimator: hidden [B, N, D] and mask [B, N] to mutual information [B, N, N], one pass, or another source of a
+            policy's mutual information; one that needs the marginals is given them. None probes the model.
         form: reading of the probes, as for `label_mi`.
         epsilon: nats a probed entry may be wrong by, as for `label_mi`.
         batch_size: sequences in one forward pass of the probing.
@@ -160,8 +175,17 @@ def mi_map(
     else:
         with torch.no_grad():
             output = call_model("mi_map", model, tokens.unsqueeze(0), shown)
-            mi = estimator(output.hidden, mask.unsqueeze(0))[0].float()
-        entropy = ops.entropy(output.logits[0]).masked_fill(~mask, 0.0)
+            stats = ops.token_stats(output.logits)
+            step = Step(
+                0,
+                model=model,
+                tokens=tokens.unsqueeze(0),
+                logits=output.logits,
+                stats=stats,
+                attention_mask=shown,
+            )
+            mi = pairwise_mi(estimator, output.hidden, mask.unsqueeze(0), step)[0].float()
+        entropy = stats.entropy[0].masked_fill(~mask, 0.0)
         source = "predicted"
     if bool(entropy.isnan().any() | mi.isnan().any()):
         broken = (entropy.isnan() | mi.isnan().any(dim=-1)).nonzero()[0]

@@ -40,4 +40,4 @@ def write_page(
     # A label must not be able to end the script element that the data stands in.
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")
     with replace_file(Path(path)) as temporary:
-        temporary.write_text(page.replace("/*DATA*/null", text), encoding="utf-8")
+        temporary.write_text(page.replace("/*DATA*/null", text), encoding="utf-8", errors="backslashreplace")

@@ -77,3 +77,12 @@ class PermittingModel(Protocol):
     def permitting(self, tokens: Iterable[int]) -> MaskedModel:
         """The same model, of the same weights, whose logits of these tokens are the network's own: not in its `never`."""
         ...
+
+
+@runtime_checkable
+class CheckingModel(Protocol):
+    """The optional ability of a `MaskedModel` to tell beforehand what it cannot run."""
+
+    def check(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
+        """Raise the ValueError of the call on tokens [B, N] int64 and attention_mask [B, N] bool, without running it."""
+        ...

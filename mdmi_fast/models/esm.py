@@ -145,7 +145,7 @@ def load_fair_esm(
     Raises:
         ImportError: without `fair-esm`, or where `esm` lies in its place.
         OSError: if the weights are neither here nor can be downloaded.
-        ValueError: for an unknown layer.
+        ValueError: for an unknown layer, or a damaged file.
     """
     try:
         from esm.pretrained import load_model_and_alphabet
@@ -153,10 +153,13 @@ def load_fair_esm(
         raise ImportError("fair-esm: models need the package fair-esm (not esm): pip install fair-esm") from None
     try:
         network, alphabet = load_model_and_alphabet(name)
-    except OSError as error:
-        raise OSError(
-            f"fair-esm: {name} cannot be loaded: {error}; a .pt file fetched elsewhere can be named"
-        ) from error
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:  # a damaged file can be anything
+        reason = f"fair-esm: {name} cannot be loaded: {error}"
+        if isinstance(error, OSError):
+            raise OSError(f"{reason}; a .pt file fetched elsewhere can be named") from error
+        raise ValueError(f"{reason}; the file is damaged or of something else") from error
     network = network.to(device=device, dtype=dtype).eval().requires_grad_(False)
     return FairESMModel(network, alphabet, layers=layers, batch_invariant=batch_invariant).to(device)
 

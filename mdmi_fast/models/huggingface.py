@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mdmi_fast import checks as check
@@ -297,8 +298,8 @@ def load_model(
 
     Raises:
         ImportError: without transformers.
-        OSError: if there is no such model, or no network to fetch it.
-        ValueError: as `HuggingFaceModel`; for a model that is no masked LM; or for code that is not trusted.
+        OSError: if there is no such model, a file of it is missing, or there is no network to fetch it.
+        ValueError: as `HuggingFaceModel`; for a model that is no masked LM, a damaged file, or code that is not trusted.
 
     Warns:
         UserWarning: for weights that the model lacks.
@@ -313,27 +314,24 @@ def load_model(
         name = str(folder)
     elif name[0] in "./~" or name.count("/") > 1:
         raise FileNotFoundError(f"hf: there is no folder {name}")
-    try:
+    with _loading(name):
         config = transformers.AutoConfig.from_pretrained(name, **common)
-        diffusion = config.model_type in _DIFFUSION
-        loader = transformers.AutoModel if diffusion else transformers.AutoModelForMaskedLM
-        if not diffusion and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING and not _has_code(config):
-            raise ValueError(f"hf: {name} is a model of type {config.model_type!r}, of which no masked LM is known")
-        chosen = {} if attention is None else {"attn_implementation": attention}
+    diffusion = config.model_type in _DIFFUSION
+    loader = transformers.AutoModel if diffusion else transformers.AutoModelForMaskedLM
+    if not diffusion and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING and not _has_code(config):
+        raise ValueError(f"hf: {name} is a model of type {config.model_type!r}, of which no masked LM is known")
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    with _loading(name):
         network, told = loader.from_pretrained(
             name, dtype="auto" if dtype is None else dtype, output_loading_info=True, **common, **chosen
         )
-        if tokenizer is True:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common) if _has_tokenizer(folder) else None
-        elif isinstance(tokenizer, str):
-            if not _has_tokenizer(Path(tokenizer)):
-                raise FileNotFoundError(f"folder {tokenizer} holds no tokenizer.")
+    if tokenizer is True:
+        tokenizer = name if _has_tokenizer(folder) else None
+    elif isinstance(tokenizer, str) and not _has_tokenizer(Path(tokenizer)):
+        raise FileNotFoundError(f"hf: folder {tokenizer} holds no tokenizer")
+    if isinstance(tokenizer, str):
+        with _loading(tokenizer):
             tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, **common)
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise OSError(
-            f"hf: {name} cannot be loaded: {reason} Without a network, copy the model's folder here and say hf:FOLDER"
-        ) from error
     if told["missing_keys"]:
         warnings.warn(
             f"hf: {name} holds no weights for {', '.join(sorted(told['missing_keys'])[:3])} ({len(told['missing_keys'])} "
@@ -353,6 +351,39 @@ def load_model(
     if compile:
         model.network.compile(dynamic=True)
     return model
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Let an error of transformers, and of the libraries that it reads files with, say what could not be loaded.
+
+    Raises:
+        OSError: a file is missing, or there is no network to fetch it.
+        ValueError: a file holds something else than it should, which these libraries report in many kinds.
+    """
+    try:
+        yield
+    except (ImportError, MemoryError):
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".:!")
+        folder = Path(name)
+        if not folder.is_dir():
+            if isinstance(error, OSError):
+                reason += ". Without a network, copy the model's folder here and say hf:FOLDER"
+        elif type(error) is not ValueError:  # which says itself what is not supported
+            damaged = next((path.name for path in sorted(folder.glob("*.safetensors")) if _is_damaged(path)), None)
+            reason += f". {damaged or 'A file of the folder'} is {'' if damaged else 'missing or '}damaged"
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"hf: {name} cannot be loaded: {reason}") from error
+
+
+def _is_damaged(weights: Path) -> bool:
+    try:
+        with safe_open(weights, "pt"):
+            return False
+    except (SafetensorError, OSError):
+        return True
 
 
 def _n_embedded(network: nn.Module) -> int | None:

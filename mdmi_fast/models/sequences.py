@@ -130,6 +130,14 @@ class SequenceModel(nn.Module):
 
         return MaskedOutput(*self._put_together(answer, tokens, attention_mask))
 
+    def check(self, tokens: Tensor, attention_mask: Tensor | None = None) -> None:
+        """Refuse, without running the network, what `forward` refuses.
+
+        Raises:
+            ValueError: as `forward`.
+        """
+        self._checked(tokens, attention_mask)
+
     def _put_together(
         self,
         answer: Callable[[Tensor, Tensor | None], tuple[Tensor, ...]],
@@ -213,8 +221,10 @@ class SequenceModel(nn.Module):
         starts = visible & ~torch.cat([visible.new_zeros(len(visible), 1), visible[:, :-1]], dim=1)
         if bool((starts.sum(dim=1) > 1).any()):
             row = int((starts.sum(dim=1) > 1).nonzero()[0])
+            end = int((~visible[row] & (starts[row].cumsum(dim=0) == 1)).nonzero()[0])
             raise ValueError(
-                f"{name}: padding must be at the ends of a sequence, sequence {row} has some in the middle"
+                f"{name}: padding must be at the ends of a sequence, got some in the middle"
+                f"{f' of sequence {row}' if len(tokens) > 1 else ''}, at position {end}"
             )
         return visible
 

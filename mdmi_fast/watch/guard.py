@@ -29,7 +29,7 @@ from mdmi_fast.cache import describe
 from mdmi_fast.decoding.policies import Policy, Probing, Sequential, Step
 from mdmi_fast.decoding.policies.base import checked_pass, checked_policy, checked_selection
 from mdmi_fast.decoding.randomness import draw_seeds
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import check_file, read_json, replace_file
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.call import call_model, visible_positions
 from mdmi_fast.ops import Selection, TokenStats
@@ -186,7 +186,8 @@ class Guard:
     Raises:
         TypeError: for what is no policy; if a state is kept, `watched` is not given, and the policy cannot be described
             by its settings.
-        ValueError: if audit_share or movement_share is no share.
+        ValueError: if audit_share or movement_share is no share, or the state is not that of a guard.
+        OSError: if the state cannot be read or written.
 
     Example:
         >>> from mdmi_fast import MIBudget, Probing, decode
@@ -218,6 +219,7 @@ class Guard:
         self.thresholds = thresholds or Thresholds()
         self.audit_share, self.movement_share = audit_share, movement_share
         self._path = None if state is None else Path(state)
+        check_file(self._path)
         self._random = random.Random(seed)
         if watched is None:
             watched = repr(policy) if state is None else describe(policy)
@@ -535,8 +537,8 @@ def read_state(path: Path) -> tuple[_State, float]:
         OSError: the file cannot be read.
         ValueError: it is not the state of a guard; the file is named.
     """
+    held = read_json(path, "not the state of a guard")
     try:
-        held = json.loads(path.read_text())
         share = held.pop("share")
         for side in ("policy", "control"):
             totals = ArmTotals(**held[side])

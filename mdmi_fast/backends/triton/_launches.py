@@ -18,7 +18,7 @@ import triton
 
 from mdmi_fast.backends.triton import _common
 from mdmi_fast.backends.triton._common import Tile
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import read_json, replace_file
 
 
 class PairTile(NamedTuple):
@@ -160,9 +160,21 @@ def _fastest(device: torch.device, kind: str, run: Callable[[PairTile], None]) -
 
 
 def load(path: Path) -> None:
-    """Takes the choices of a file that `measured` wrote."""
-    for key, (*sizes, warps, stages) in json.loads(path.read_text()).items():
+    """Load the choices of tiles that `save` wrote.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds something else.
+    """
+    rows = read_json(path, "not the choices of `tune`")
+    if not isinstance(rows, dict) or not all(_is_tile(row) for row in rows.values()):
+        raise ValueError(f"{path}: not the choices of `tune`: expected an object of lists of six numbers >= 1")
+    for key, (*sizes, warps, stages) in rows.items():
         _tuned[key] = PairTile(*sizes, Tile(warps, stages))
+
+
+def _is_tile(row: object) -> bool:
+    return isinstance(row, list) and len(row) == 6 and all(type(number) is int and number >= 1 for number in row)
 
 
 def save(path: Path) -> None:

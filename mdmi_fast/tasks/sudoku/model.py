@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load as load_tensors
-from safetensors.torch import save_file
+from safetensors.torch import save as save_tensors
 from torch import nn
 
 from mdmi_fast.files import replace_file
@@ -147,6 +147,18 @@ class SudokuModel(nn.Module):
         Numerics:
             A board's answer is the same bit for bit whatever else is in the batch.
         """
+        self.check(tokens, attention_mask)
+        if sudoku_forward is not None and tokens.device.type == self.read.device.type == "cpu" and in_memory(tokens):
+            return MaskedOutput(*sudoku_forward(tokens, self._packed(), self.iterations, position_codes()))
+        parts = [self._eager(chunk) for chunk in tokens.split(_CHUNK)]
+        return MaskedOutput(*(torch.cat(field) for field in zip(*parts, strict=True)))
+
+    def check(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
+        """Refuse, without running the network, what `forward` refuses.
+
+        Raises:
+            ValueError: as `forward`.
+        """
         if tokens.ndim != 2 or tokens.shape[1] != CELLS or tokens.dtype != torch.int64:
             raise ValueError(
                 f"SudokuModel: tokens must be [B, {CELLS}] int64, got shape {tuple(tokens.shape)} {tokens.dtype}"
@@ -157,10 +169,6 @@ class SudokuModel(nn.Module):
             )
         if attention_mask is not None and not bool(attention_mask.all()):
             raise ValueError("SudokuModel: attention_mask must be all True: a board has no padding")
-        if sudoku_forward is not None and tokens.device.type == self.read.device.type == "cpu" and in_memory(tokens):
-            return MaskedOutput(*sudoku_forward(tokens, self._packed(), self.iterations, position_codes()))
-        parts = [self._eager(chunk) for chunk in tokens.split(_CHUNK)]
-        return MaskedOutput(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
     def logits_of_every_iteration(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T, B, 81, 9] unnormalised scores of the digits after each iteration, with gradients: what training sees."""
@@ -175,7 +183,7 @@ class SudokuModel(nn.Module):
     def save(self, path: Path) -> None:
         """Write the weights as safetensors; `path` is whole or untouched."""
         with replace_file(path) as temporary:
-            save_file(self.state_dict(), temporary)
+            temporary.write_bytes(save_tensors(self.state_dict()))
 
     def _eager(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         boards = len(tokens)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import replace_file, wrong_encoding
 from mdmi_fast.tasks.sudoku.boards import (
     Boards,
     fingerprints,
@@ -305,7 +305,7 @@ def read_puzzles(source: str | os.PathLike[str] | Iterable[str], *, check_unique
     """
     if isinstance(source, (str, os.PathLike)):
         # A byte that is no UTF-8 becomes a wrong character, which has a line to be named.
-        with Path(source).open(encoding="utf-8-sig", errors="replace") as file:
+        with Path(source).open(encoding="utf-8-sig", errors="surrogateescape") as file:
             return _read_lines(os.fspath(source), file, check_unique)
     return _read_lines(str(getattr(source, "name", "<lines>")), source, check_unique)
 
@@ -318,6 +318,9 @@ def _read_lines(name: str, lines: Iterable[str], check_unique: bool) -> Puzzles:
         text = line.split("#", 1)[0].rstrip()
         if number == 1:
             text = text.removeprefix("\ufeff")
+            problem = wrong_encoding(text[:4])
+            if problem is not None and "UTF-16" in problem:
+                raise PuzzleError(name, [Problem(number, problem)])
             if "".join(text.lower().split()) in _HEADINGS:
                 continue
         if not text:
@@ -343,6 +346,8 @@ def _parse(text: str, check_unique: bool) -> tuple[list[int], list[int]]:
     for position, character in enumerate(text, 1):
         if character in _DIGITS:
             cells.append(_DIGITS[character])
+        elif "\udc80" <= character <= "\udcff":
+            raise ValueError(f"byte 0x{ord(character) - 0xDC00:02x} (character {position}) is not UTF-8")
         elif not (character in ",|" or character.isspace()):
             raise ValueError(f"{character!r} (character {position}) is neither a digit nor a blank (. 0 * _)")
     if len(cells) not in (81, 162):

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from mdmi_fast.files import replace_file
+from mdmi_fast.files import check_file, check_folder, replace_file
 from mdmi_fast.tasks.text.corpus import TASKS, fetch_text, prompts, windows
 from mdmi_fast.tasks.text.model import TOKENIZER, train_model
 
@@ -30,13 +30,14 @@ def main() -> None:
     for command in (corpus, train, asked):
         command.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    (check_folder if options.command == "train" else check_file)(options.out)
     if options.command == "corpus":
         text = fetch_text(packages=options.packages)
         with replace_file(options.out) as temporary:
             temporary.write_text(text)
         print(f"{len(text):,} letters in {options.out}")
         return
-    text = options.text.read_text()
+    text = options.text.read_text(encoding="utf-8")
     if options.command == "train":
 
         def report(step: int, loss: float) -> None:
