@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-_MOST = 1024
 _threads: int | None = None
 
 
@@ -12,7 +11,7 @@ def set_num_threads(n: int) -> None:
     """Sets the number of threads of the C++ backend for this process.
 
     Args:
-        n: at least 1; more than 1,024 are never used.
+        n: at least 1.
 
     Raises:
         TypeError: n is not an int.
@@ -34,7 +33,7 @@ def set_num_threads(n: int) -> None:
         raise TypeError(f"set_num_threads: n must be an int, got {type(n).__name__}")
     if n < 1:
         raise ValueError(f"set_num_threads: n must be at least 1, got {n}")
-    _threads = min(n, _MOST)
+    _threads = n
 
 
 def get_num_threads() -> int:

@@ -66,7 +66,7 @@ def expected_entropy(logits: Tensor, weights: Tensor) -> Tensor:
 
 
 def expected_entropy_backward(grad: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
-    # what weighs nothing gets nothing, also of an infinite gradient
+    # a weight of 0 silences its alternative, also where the gradient that came in is inf
     return entropy_backward(torch.where(weights == 0, 0.0, grad.double() * weights.double()), logits)
 
 

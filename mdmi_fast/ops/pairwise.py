@@ -243,9 +243,9 @@ def pairwise_mlp(
         UnsupportedError: the backend named cannot run this call.
 
     Numerics:
-        Sums in float32 (float64 if an operand is); "bf16" rounds both operands of the dense layers, and on processors that
-        multiply bfloat16 themselves it takes operands and sums below 2^-126 for 0; the output dot stays float32.
-        Activations are never held for more than a tile of pairs, and recomputed in the backward pass. NaN at unmasked
+        Sums in float32 (float64 if an operand is); "bf16" rounds both operands of the dense layers, and a processor's own dot
+        product of bfloat16 takes operands and sums below 2^-126 for 0; the output dot stays
+        float32. Activations are never held for more than a tile of pairs, and recomputed in the backward pass. NaN at unmasked
         positions reaches neither scores nor gradients.
 
     Example:
