@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-_MOST = 1024
 _threads: int | None = None
 
 
@@ -15,7 +14,7 @@ def set_num_threads(n: int) -> None:
     """Sets the number of threads of the C++ backend for this process.
 
     Args:
-        n: at least 1; more than 1,024 are never used.
+        n: at least 1.
 
     Raises:
         TypeError: n is not an int.
@@ -37,7 +36,7 @@ def set_num_threads(n: int) -> None:
         raise TypeError(f"set_num_threads: n must be an int, got {type(n).__name__}")
     if n < 1:
         raise ValueError(f"set_num_threads: n must be at least 1, got {n}")
-    _threads = min(n, _MOST)
+    _threads = n
 
 
 def get_num_threads() -> int:

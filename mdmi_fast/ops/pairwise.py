@@ -204,10 +204,9 @@ def pairwise_mlp(
 
     Numerics:
         Sums in float32 (float64 if an operand is); "bf16" rounds both operands of the dense layers, and on processors that
-        multiply bfloat16 themselves it takes operands and sums below 2^-126 for 0; the output dot stays float32.
-        Activations are never held for more than a tile of pairs, and recomputed in the backward pass. NaN at unmasked
-        positions reaches neither scores nor gradients; inf and NaN elsewhere give what the formulas give, 0 * inf = NaN, at
-        any width.
+        multiply bfloat16 themselves operands and sums below 2^-126 count as 0; the output dot stays float32. Activations are
+        never held for more than a tile of pairs, and recomputed in the backward pass. NaN at unmasked positions reaches
+        neither scores nor gradients; inf and NaN elsewhere give what the formulas give, 0 * inf = NaN, at any width.
 
     Example:
         >>> import torch
