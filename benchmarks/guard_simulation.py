@@ -22,7 +22,7 @@ import torch
 
 from mdmi_fast import EntropyBound, Sequential, decode, load_estimator, load_model
 from mdmi_fast.decoding.policies import Step
-from mdmi_fast.estimator.network import PairScorer
+from mdmi_fast.estimator.scorer import PairScorer
 from mdmi_fast.files import replace_file
 from mdmi_fast.ops import Selection, TokenStats
 from mdmi_fast.watch.audit import MovementBlock, Reveal

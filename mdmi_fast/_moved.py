@@ -19,6 +19,7 @@ MODULES = {
     "mdmi_fast.decode.guard": "mdmi_fast.watch.guard",
     "mdmi_fast.decode.tune": "mdmi_fast.decoding.calibrate",
     "mdmi_fast.eager": "mdmi_fast.backends.torch",
+    "mdmi_fast.estimator.network": "mdmi_fast.estimator",
     "mdmi_fast.kernels": "mdmi_fast.backends.triton",
     "mdmi_fast.models.antibody": "mdmi_fast.tasks.protein.models",
     "mdmi_fast.models.letters": "mdmi_fast.tasks.protein.letters",

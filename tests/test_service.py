@@ -27,7 +27,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from mdmi_fast import PairwiseMIEstimator, UnsupportedError, decode, load_estimator
 from mdmi_fast.cli import main
 from mdmi_fast.decoding import parse_policy
-from mdmi_fast.estimator.network import own_folder
+from mdmi_fast.estimator.loading import own_folder
 from mdmi_fast.service.dispatch import Dispatcher, Refused, StartError, Watcher
 from mdmi_fast.service.log import Log
 from mdmi_fast.service.server import Service

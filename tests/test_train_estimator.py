@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, train_estimator
 from mdmi_fast.estimator.data import Example, examples, read_batch, split_states
-from mdmi_fast.estimator.network import Output
+from mdmi_fast.estimator.scorer import Output
 from mdmi_fast.estimator.train import PairLoss, TrainingProgress, Transform, _order
 from mdmi_fast.labels import LabelSet, label_mi
 from mdmi_fast.models import MaskedOutput

@@ -157,7 +157,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _own_folder(model: str) -> Path:
-    from mdmi_fast.estimator.network import own_folder
+    from mdmi_fast.estimator.loading import own_folder
     from mdmi_fast.models.loading import find_for_model
 
     if find_for_model("mdmi_fast.estimators", model) is not None:

@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     from mdmi_fast.decoding import needs_mi
     from mdmi_fast.decoding.calibrate import candidates, choose, frontier, one_sided, save_choice, tune
     from mdmi_fast.decoding.vocabulary import with_stops
-    from mdmi_fast.estimator.network import has_estimator
+    from mdmi_fast.estimator.loading import has_estimator
 
     if options.out is not None and options.out.suffix != ".json":
         raise UsageError(f"--out {options.out}: must end in .json, by which decode --policy knows it")

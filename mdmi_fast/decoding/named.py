@@ -9,7 +9,7 @@ from mdmi_fast import models
 from mdmi_fast.decoding.policies import Probing
 from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.estimator import PairScorer
-from mdmi_fast.estimator.network import has_estimator
+from mdmi_fast.estimator.loading import has_estimator
 from mdmi_fast.labels import FORMS
 from mdmi_fast.models import MaskedModel
 

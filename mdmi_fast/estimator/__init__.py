@@ -1,7 +1,10 @@
 """Estimators: small networks that predict pairwise mutual information from hidden states."""
 
 from mdmi_fast.estimator.evaluate import Evaluation, JudgedStates, PairReport, evaluate_estimator, evaluate_splits
-from mdmi_fast.estimator.network import Head, PairScorer, PairwiseMIEstimator, load_estimator
+from mdmi_fast.estimator.general import PairwiseMIEstimator
+from mdmi_fast.estimator.layers import Head, RowLayers
+from mdmi_fast.estimator.loading import load_estimator
+from mdmi_fast.estimator.scorer import PairScorer, ShippedScorer
 from mdmi_fast.estimator.seen import SeenStates
 from mdmi_fast.estimator.train import TrainingProgress, train_estimator
 from mdmi_fast.estimator.window import Windowed
@@ -13,7 +16,9 @@ __all__ = [
     "PairReport",
     "PairScorer",
     "PairwiseMIEstimator",
+    "RowLayers",
     "SeenStates",
+    "ShippedScorer",
     "TrainingProgress",
     "Windowed",
     "evaluate_estimator",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mdmi_fast import ops
 from mdmi_fast.estimator.data import Batch, Example, Labels, device_of, examples, read_batch
-from mdmi_fast.estimator.network import PairScorer
+from mdmi_fast.estimator.scorer import PairScorer
 from mdmi_fast.estimator.seen import SeenStates, fingerprints, padding_of
 from mdmi_fast.models import MaskedModel
 

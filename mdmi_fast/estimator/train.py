@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mdmi_fast._threads import one_torch_thread
 from mdmi_fast.estimator.data import Example, Labels, ask_once, examples, read_batch, split_states
 from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
-from mdmi_fast.estimator.network import E, PairScorer
+from mdmi_fast.estimator.scorer import E, PairScorer
 from mdmi_fast.estimator.seen import SeenStates, fingerprints, padding_of
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel

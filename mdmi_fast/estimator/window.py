@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops
-from mdmi_fast.estimator.network import PairScorer
+from mdmi_fast.estimator.scorer import PairScorer
 from mdmi_fast.estimator.seen import SeenStates
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mdmi_fast.estimator.network import Head, RowLayers, ShippedScorer
+from mdmi_fast.estimator.layers import Head, RowLayers
+from mdmi_fast.estimator.scorer import ShippedScorer
 from mdmi_fast.tasks.sudoku.model import DIGIT_STATE, DIGITS, HIDDEN_WIDTH, ITERATIONS, POSITION_WIDTH
 
 

@@ -1,16 +1,11 @@
-"""Networks that read the hidden states of two positions and predict their mutual information."""
+"""What scores pairs: the base of all estimators, with selection, checks of the model, and files."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import reduce
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
-from urllib.parse import quote
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -18,62 +13,18 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from mdmi_fast import ops
+from mdmi_fast.estimator.layers import Head, PackedHead
 from mdmi_fast.estimator.seen import SeenStates
-from mdmi_fast.files import cache_folder, check_folder, read_json, replace_file
+from mdmi_fast.files import check_folder, read_json, replace_file
 from mdmi_fast.labels import masked_pairs
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import differences, identity
-from mdmi_fast.models.loading import find_for_model, registered, resolve
 
-Combine = Literal["concat", "product", "interaction"]
 Output = Literal["softplus", "identity", "bounded"]
-Marginals = Literal["none", "entropy", "summary"]
 WEIGHTS_FILE, CONFIG_FILE = "estimator.safetensors", "estimator.json"
 DOCUMENTED_PARAMETERS = 50_000, 500_000
-"""The source's range (row S5); a network that knows its task, such as that of Sudoku, may be far smaller."""
+"""The paper's range; a network that knows its task, such as that of Sudoku, may be far smaller."""
 E = TypeVar("E", bound="PairScorer")
-
-
-@dataclass(frozen=True)
-class Head:
-    """What follows the two halves of a pair network: the arguments of `ops.pairwise_mlp`, in its order."""
-
-    weights: list[Tensor]
-    biases: list[Tensor]
-    w_out: Tensor
-    b_out: Tensor
-
-    @classmethod
-    def of(cls, dense: Iterable[nn.Module], last: nn.Linear) -> Head:
-        """The head made of linear layers."""
-        layers = [cast(nn.Linear, layer) for layer in dense]
-        return cls(
-            [layer.weight.t() for layer in layers], [layer.bias for layer in layers], last.weight[0], last.bias[0]
-        )
-
-
-# Where modules and parameters were found (holder, name, found), the parameters with their addresses and versions, and what
-# was made of them.
-_Frozen = tuple[list[tuple[dict[str, Any], str, Any]], list[Tensor], list[tuple[int, int]], Head, ops.PreparedPairwise]
-
-
-class RowLayers(nn.Sequential):
-    """Linear layers with ReLU between them, on every position by itself: the same, bit for bit, in every batch.
-
-    Args:
-        widths: of the input and of every layer's output, two at least.
-        bias: of the layers.
-    """
-
-    def __init__(self, *widths: int, bias: bool = True) -> None:
-        layers = [nn.Linear(a, b, bias=bias) for a, b in pairwise(widths)]
-        super().__init__(*[module for layer in layers for module in (layer, nn.ReLU())][:-1])
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, ..., in] to [B, ..., out]."""
-        layers = [cast(nn.Linear, layer) for layer in list(self)[::2]]
-        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
-        return ops.mlp(x, [layer.weight.t() for layer in layers], biases)
 
 
 class PairScorer(nn.Module):
@@ -111,7 +62,7 @@ class PairScorer(nn.Module):
         self.seen: SeenStates | None = None
         self.provenance: dict[str, Any] = {}
         self.precision: str | None = None
-        self._frozen: _Frozen | None = None
+        self._packed: PackedHead | None = None
 
     def read(self, hidden: Tensor, marginals: ops.TokenStats | None) -> Tensor:
         """The state [B, N, W] of every position that the halves are made of."""
@@ -323,24 +274,12 @@ class PairScorer(nn.Module):
         """The head; outside of training packed once and kept until a weight changes."""
         if torch.is_grad_enabled() or next(self.parameters()).is_inference():
             return self.head(), None
-        # Walking the parameters takes longer than scoring a board: look where they were found instead.
-        if self._frozen is not None and all(holder.get(name) is found for holder, name, found in self._frozen[0]):
-            _, parameters, versions, head, prepared = self._frozen
-            if versions == [(p.data_ptr(), p._version) for p in parameters]:
-                return head, prepared
-        places = [
-            (holder, name, found)
-            for module in self.modules()
-            for holder in (module._modules, module._parameters)
-            for name, found in holder.items()
-        ]
-        parameters, head = list(self.parameters()), self.head()
-        prepared = ops.prepare_pairwise(head.weights, head.biases, head.w_out, head.b_out)
-        self._frozen = (places, parameters, [(p.data_ptr(), p._version) for p in parameters], head, prepared)
-        return head, prepared
+        if self._packed is None or not self._packed.is_current():
+            self._packed = PackedHead.of(self, self.head())
+        return self._packed.head, self._packed.prepared
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_frozen": None}  # what a backend packed belongs to this process
+        return {**self.__dict__, "_packed": None}  # what a backend packed belongs to this process
 
     @property
     def n_parameters(self) -> int:
@@ -439,186 +378,3 @@ class ShippedScorer(PairScorer):
     def shipped(cls: type[E], variant: str = "") -> E:
         """The estimator that ships, or one of several by name."""
         raise NotImplementedError
-
-
-class PairwiseMIEstimator(PairScorer):
-    """The general estimator: any hidden state in, one to three hidden layers.
-
-    The first hidden layer of a pair reads (row S5 of the source)
-
-    - "concat": [h_i; h_j], averaged over both orders;
-    - "product": (P h_i) * (P h_j), a learned bilinear form of low rank;
-    - "interaction": that product joined to the concatenation [relu(A h_i); relu(A h_j)], whose two halves share their
-      weights. Both are symmetric by themselves, so half of the pairs is scored.
-
-    Args:
-        hidden_size: D of the model.
-        layers: widths of the hidden layers, 1 to 3 of them.
-        combine: see above.
-        rank: rows of P and of A; "concat" has none.
-        output: "softplus", >= 0; "identity", for labels that may be negative; "bounded", between 0 and min(H_i, H_j).
-        marginals: what joins the state: nothing, "entropy" H_i, or "summary": H_i, the largest probability and its margin.
-        weighted_layers: L > 1: the model joined the states of L of its layers, D = L * width; one state is made of them
-            with learned weights that sum to 1. 1 takes the joined states as they are.
-
-    Raises:
-        ValueError: if a size is less than 1, there are no layers or more than three, weighted_layers does not divide
-            hidden_size, or combine, output or marginals is unknown.
-
-    Example:
-        >>> import torch
-        >>> from mdmi_fast import PairwiseMIEstimator
-        >>> estimator = PairwiseMIEstimator(hidden_size=8, layers=(16,))
-        >>> estimator(torch.randn(1, 5, 8), torch.ones(1, 5, dtype=torch.bool)).shape
-        torch.Size([1, 5, 5])
-    """
-
-    architecture = "general"
-
-    def __init__(
-        self,
-        hidden_size: int,
-        layers: Sequence[int] = (512, 256),
-        combine: Combine = "concat",
-        *,
-        rank: int = 64,
-        output: Output = "softplus",
-        marginals: Marginals = "none",
-        weighted_layers: int = 1,
-    ) -> None:
-        super().__init__(hidden_size)
-        if not 1 <= len(layers) <= 3 or min(layers) < 1:
-            raise ValueError(f"PairwiseMIEstimator: layers must be 1 to 3 widths >= 1, got {tuple(layers)}")
-        for name, value, choices in (
-            ("combine", combine, Combine),
-            ("output", output, Output),
-            ("marginals", marginals, Marginals),
-        ):
-            if value not in get_args(choices):
-                raise ValueError(
-                    f"PairwiseMIEstimator: {name} must be one of {', '.join(get_args(choices))}, got {value!r}"
-                )
-        if rank < 1:
-            raise ValueError(f"PairwiseMIEstimator: rank must be at least 1, got {rank}")
-        if weighted_layers < 1 or hidden_size % weighted_layers:
-            raise ValueError(
-                f"PairwiseMIEstimator: weighted_layers must be a divisor of hidden_size {hidden_size}, "
-                f"got {weighted_layers}"
-            )
-        self.layers, self.kind, self.rank = tuple(layers), combine, rank
-        self.output, self.marginals, self.weighted_layers = output, marginals, weighted_layers
-        self.needs_stats = marginals != "none" or output == "bounded"
-        self.combine = "add" if combine == "concat" else "mul"
-        self.symmetry = "mean" if combine == "concat" else "upper"
-        if weighted_layers > 1:
-            self.layer_weights = nn.Parameter(torch.zeros(weighted_layers))
-        width = hidden_size // weighted_layers + {"none": 0, "entropy": 1, "summary": 3}[marginals]
-        if combine == "concat":
-            self.left = RowLayers(width, layers[0])
-            self.right = RowLayers(width, layers[0], bias=False)
-            widths = self.layers
-        else:
-            self.project = RowLayers(width, rank)
-            widths = (rank, *self.layers)
-        if combine == "interaction":
-            self.alone = RowLayers(width, rank)
-            self.alone_in = nn.Linear(rank, layers[0], bias=False)
-        self.dense = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-        self.last = nn.Linear(widths[-1], 1)
-        nn.init.constant_(self.last.bias, 0.0 if output == "identity" else -3.0)  # most pairs share nearly nothing
-
-    def read(self, hidden: Tensor, marginals: ops.TokenStats | None) -> Tensor:
-        if self.weighted_layers > 1:
-            states = hidden.unflatten(-1, (self.weighted_layers, -1)).unbind(-2)
-            shares = self.layer_weights.softmax(0)
-            # One after the other: a sum over an axis may round by the size of the batch.
-            hidden = reduce(torch.add, [share * state for share, state in zip(shares, states, strict=True)])
-        if self.marginals == "none" or marginals is None:
-            return hidden
-        fields = [marginals.entropy]
-        if self.marginals == "summary":
-            fields += [marginals.confidence, marginals.margin]
-        return torch.cat([hidden, torch.stack(fields, -1).to(hidden.dtype)], -1)
-
-    def halves(self, state: Tensor) -> tuple[Tensor, Tensor]:
-        if self.kind == "concat":
-            return self.left(state), self.right(state)
-        product = self.project(state)
-        if self.kind == "product":
-            return product, product
-        # x_i * 1 and 1 * x_j carry the concatenation through the product.
-        alone = torch.relu(self.alone(state))
-        ones = torch.ones_like(alone)
-        return torch.cat([product, alone, ones], -1), torch.cat([product, ones, alone], -1)
-
-    def head(self) -> Head:
-        head = Head.of(self.dense, self.last)
-        if self.kind == "interaction":
-            alone = self.alone_in.weight.t()
-            head.weights[0] = torch.cat([head.weights[0], alone, alone])
-        return head
-
-    def configuration(self) -> dict[str, Any]:
-        return {
-            "hidden_size": self.hidden_size,
-            "layers": list(self.layers),
-            "combine": self.kind,
-            "rank": self.rank,
-            "output": self.output,
-            "marginals": self.marginals,
-            "weighted_layers": self.weighted_layers,
-        }
-
-
-def load_estimator(source: str | Path) -> PairScorer:
-    """Load an estimator by its folder, or by the name of its model: one that ships ("sudoku", "sudoku:weak") or that
-    `mdmi-fast train` made here ("sapiens:heavy").
-
-    Args:
-        source: a folder written by `save_pretrained` where there is one of that name, else the name.
-
-    Returns:
-        The estimator in evaluation mode.
-
-    Raises:
-        FileNotFoundError: if there is no such folder, or it holds no estimator.
-        ValueError: if there is none of that name, or the folder is damaged.
-    """
-    if Path(source).is_dir():
-        architecture = read_configuration(Path(source))["architecture"]
-        if architecture == PairwiseMIEstimator.architecture:
-            return PairwiseMIEstimator.from_pretrained(source)
-        architecture_class: type[PairScorer] = resolve("mdmi_fast.estimators", architecture)
-        return architecture_class.from_pretrained(source)
-    name, _, variant = str(source).partition(":")
-    if "/" in name or isinstance(source, Path):
-        raise FileNotFoundError(f"load_estimator: no folder {source}")
-    shipped: type[ShippedScorer] | None = find_for_model("mdmi_fast.estimators", source)
-    if shipped is not None:
-        return shipped.shipped(variant) if variant else shipped.shipped()
-    if not has_estimator(source):
-        raise ValueError(
-            f"load_estimator: nothing is registered as {source!r}; known: {', '.join(registered('mdmi_fast.estimators'))}; "
-            f"`mdmi-fast label --model {source}` and then `mdmi-fast train --model {source}` make one for a model"
-        )
-    return load_estimator(own_folder(source))
-
-
-def has_estimator(model: str) -> bool:
-    """Whether `load_estimator` finds an estimator by the name of a model."""
-    if find_for_model("mdmi_fast.estimators", model) is not None:
-        return True
-    try:
-        return (own_folder(model) / CONFIG_FILE).is_file()  # a training that has not ended leaves a folder without
-    except ImportError:  # without a cache folder none can have been made
-        return False
-
-
-def own_folder(model: str) -> Path:
-    """Where the estimator of a model is put that ships none: one place whatever options follow the name. Those that give
-    other weights or states (dtype, layers) make another model, for which `check_model` refuses it.
-
-    Raises:
-        ImportError: without platformdirs.
-    """
-    return cache_folder() / "estimators" / quote(model.partition("?")[0], safe="")
