@@ -3,7 +3,8 @@
 from mdmi_fast.labels.aggregate import aggregate_mi
 from mdmi_fast.labels.masking import FixedShare, Masking, Trajectory, UniformShare
 from mdmi_fast.labels.plan import FORMS, Form
-from mdmi_fast.labels.probe import MILabels, Probe, label_mi, masked_pairs, probe_mi
+from mdmi_fast.labels.probe import label_mi, probe_mi
+from mdmi_fast.labels.results import MILabels, Probe, masked_pairs
 from mdmi_fast.labels.store import LabelledState, LabelSet, SequenceError, read_labels, stream_labels, write_labels
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mdmi_fast.labels.probe import masked_pairs
+from mdmi_fast.labels.results import masked_pairs
 
 
 def aggregate_mi(mi: Tensor, mask: Tensor, statistic: str | float = "mean") -> Tensor:

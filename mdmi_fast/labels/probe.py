@@ -23,97 +23,11 @@ from torch import Tensor
 from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.labels.forward import Forward, Precision
-from mdmi_fast.labels.plan import FORMS, Directions, Form, Plan, make_plan, times
+from mdmi_fast.labels.plan import FORMS, Directions, Form, Plan, make_plan
+from mdmi_fast.labels.readings import Group, Reading, read, read_in_pieces, read_sample
+from mdmi_fast.labels.results import MILabels, Probe, join, masked_pairs
 from mdmi_fast.models import MaskedModel, MaskedOutput
 from mdmi_fast.models.call import check_model, check_tokens, visible_positions
-
-
-class _Labels(NamedTuple):
-    mi: Tensor
-    entropy: Tensor
-    bound: Tensor
-    passes: Tensor
-    asymmetry: Tensor
-
-
-class MILabels(_Labels):
-    """Pairwise mutual information of masked positions, in nats: a tuple of five, and one attribute.
-
-    Attributes:
-        mi: [B, N, N] float32, symmetric, the mean of both directions; 0 on the diagonal and where an end is not masked.
-        entropy: [B, N] float32, H(X_i | visible) of masked positions, 0 elsewhere.
-        bound: [B, N, N] float32, no entry of `mi` is further than this from what full probing gives.
-        passes: [B] int64, forward passes spent on each sequence.
-        asymmetry: [B] float32, the mean over pairs known from both ends of |one direction - the other|.
-        standard_error: [B, N, N] float32, of entries that rest on values drawn at random; 0 elsewhere. Not of the tuple.
-    """
-
-    standard_error: Tensor
-
-    def __new__(cls, *labels: Tensor, standard_error: Tensor) -> MILabels:
-        self = super().__new__(cls, *labels)
-        self.standard_error = standard_error
-        return self
-
-
-class Probe(NamedTuple):
-    """What one probing run found; row i of a directed matrix is what writing X_i tells of every x_j.
-
-    Attributes:
-        directed: form -> [B, N, N] float32, of the forms asked for.
-        error: form -> [B, N, N] float32, the most that an entry differs from full probing in the same direction.
-        standard_error: form -> [B, N, N] float32, of rows whose values were drawn.
-        mask: [B, N] bool.
-        pairs: [B, N, N] bool, the pairs asked for.
-        known: [B, N] bool, False for ends that were left out because the other end tells.
-        entropy: [B, N] float32, 0 where not masked.
-        passes: [B] int64.
-        hidden: [B, N, D], the hidden states of the base pass.
-    """
-
-    directed: dict[Form, Tensor]
-    error: dict[Form, Tensor]
-    standard_error: dict[Form, Tensor]
-    mask: Tensor
-    pairs: Tensor
-    known: Tensor
-    entropy: Tensor
-    passes: Tensor
-    hidden: Tensor
-
-    def labels(self, form: Form) -> MILabels:
-        """The symmetric labels of one form.
-
-        Raises:
-            ValueError: if the run did not read this form.
-        """
-        if form not in self.directed:
-            raise ValueError(f"Probe: this run read only {', '.join(self.directed)}, got form={form!r}")
-        one_way = self.directed[form]
-        other_way = one_way.transpose(-1, -2)
-        twice = self.known.unsqueeze(-1) & self.known.unsqueeze(-2) & masked_pairs(self.mask)
-        # 1/2 where both ends tell, 1 where only this one does. Pairs that were not asked for may have two ends left out:
-        # their label of 0 is as far from full probing as both directions together.
-        counts = self.known.unsqueeze(-1) | ~self.known.unsqueeze(-2)
-        share = counts * (1 - 0.5 * counts.transpose(-1, -2).float()) * masked_pairs(self.mask)
-        mi = times(share, one_way)
-        bound = times(share, self.error[form])
-        spread = times(share, self.standard_error[form])
-        gap = (one_way - other_way).abs().masked_fill(~twice | (one_way == other_way), 0.0)  # inf - inf is no gap
-        return MILabels(
-            mi + mi.transpose(-1, -2),
-            self.entropy,
-            bound + bound.transpose(-1, -2),
-            self.passes,
-            gap.sum(dim=(-1, -2)) / twice.sum(dim=(-1, -2)).clamp(min=1),
-            standard_error=torch.hypot(spread, spread.transpose(-1, -2)),
-        )
-
-
-def masked_pairs(mask: Tensor) -> Tensor:
-    """[..., N] -> [..., N, N] bool: True where both ends are masked and differ."""
-    pairs = mask.unsqueeze(-1) & mask.unsqueeze(-2)
-    return pairs & ~torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
 
 
 def label_mi(
@@ -285,7 +199,7 @@ def probe_mi(
                 continue
             parts.append(_probe(forward, state, base, entropy, plan, settings, progress, first=done))
         done += max(1, len(state.tokens))
-    return _join(parts)
+    return join(parts)
 
 
 class _Settings(NamedTuple):
@@ -306,42 +220,6 @@ class _State(NamedTuple):
     mask: Tensor
     pairs: Tensor
     attention_mask: Tensor | None
-
-
-class _Group(NamedTuple):
-    """The probes of one position.
-
-    Attributes:
-        row, position: where.
-        kept: share of p that the values carry.
-        draws: how many draws the values are of; 0 where they were not drawn.
-        values: [K] what the position is set to.
-        shares: [K] float64 weights.
-        probes: [R] the values that are run.
-        place: [K] which of the probes tells of a value.
-    """
-
-    row: int
-    position: int
-    kept: float
-    draws: int
-    values: Tensor
-    shares: Tensor
-    probes: Tensor
-    place: Tensor
-
-    def answers(self, logits: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Logits [K', N, V] of every value that the probes from `first` on tell of, from theirs [R', N, V]; shares [K']."""
-        if len(self.probes) == len(self.values):
-            return logits, self.shares[first : first + len(logits)]
-        own = ((self.place >= first) & (self.place < first + len(logits))).nonzero().squeeze(-1)
-        place = self.place[own]
-        stack = logits[place - first]
-        this, run = (
-            token.view(-1, 1, 1).expand(*stack.shape[:2], 1) for token in (self.values[own], self.probes[place])
-        )
-        swapped = stack.scatter(-1, this, stack.gather(-1, run)).scatter(-1, run, stack.gather(-1, this))
-        return swapped, self.shares[own]
 
 
 def _plan(forward: Forward, state: _State, base: Tensor, settings: _Settings, *, first: int) -> tuple[Tensor, Plan]:
@@ -407,7 +285,7 @@ def _probe(
     return Probe(directed, error, spread, state.mask, state.pairs, plan.known, entropy, passes, base.hidden)
 
 
-def _groups(plan: Plan) -> list[_Group]:
+def _groups(plan: Plan) -> list[Group]:
     """The plan position by position."""
     counts = plan.values.sum(dim=-1)
     probed = counts > 0
@@ -422,10 +300,10 @@ def _groups(plan: Plan) -> list[_Group]:
         plan.probes.nonzero()[:, 2].split(plan.probes.sum(dim=-1)[probed].tolist()),
         place.split(sizes),
     )
-    return [_Group(*fields) for fields in zip(*columns, strict=True)]
+    return [Group(*fields) for fields in zip(*columns, strict=True)]
 
 
-def _fill(groups: Sequence[_Group], most: int) -> Sequence[_Group]:
+def _fill(groups: Sequence[Group], most: int) -> Sequence[Group]:
     """As many of the first groups as make at most `most` probes and values; one at least."""
     total = count = 0
     for group in groups:
@@ -436,18 +314,9 @@ def _fill(groups: Sequence[_Group], most: int) -> Sequence[_Group]:
     return groups[:count]
 
 
-class _Reading(NamedTuple):
-    """What the probes of a position say of some columns: per form values [n], and standard errors of what was drawn."""
-
-    group: _Group
-    columns: slice
-    values: dict[Form, Tensor]
-    errors: dict[Form, Tensor] | None
-
-
 def _run(
-    forward: Forward, state: _State, base: Tensor, entropy: Tensor, batch: Sequence[_Group], settings: _Settings
-) -> list[_Reading]:
+    forward: Forward, state: _State, base: Tensor, entropy: Tensor, batch: Sequence[Group], settings: _Settings
+) -> list[Reading]:
     """Run the probes of some positions."""
     groups = [(group, _columns(group.position, state.tokens.shape[1], settings.window)) for group in batch]
     if len(batch[0].values) > forward.batch_size(state.tokens.shape[1]):
@@ -455,15 +324,15 @@ def _run(
         here = base[group.row, columns], entropy[group.row, columns]
         if group.draws:
             logits = torch.cat([logits for _, logits in _pieces(forward, state, group, columns)])
-            return [_read_sample(group, columns, logits, *here)]
-        return [_read_in_pieces(forward, state, group, columns, *here)]
+            return [read_sample(group, columns, logits, *here)]
+        return [read_in_pieces(group, columns, _pieces(forward, state, group, columns), *here)]
     rows = torch.tensor([group.row for group, _ in groups for _ in group.probes], device=base.device)
     positions = torch.tensor([group.position for group, _ in groups for _ in group.probes], device=base.device)
     logits = _answers(forward, state, rows, positions, torch.cat([group.probes for group, _ in groups]))
     found = []
     for (group, columns), part in zip(groups, logits.split([len(group.probes) for group, _ in groups]), strict=True):
-        read = _read_sample if group.draws else _read
-        found.append(read(group, columns, part[:, columns], base[group.row, columns], entropy[group.row, columns]))
+        reading = read_sample if group.draws else read
+        found.append(reading(group, columns, part[:, columns], base[group.row, columns], entropy[group.row, columns]))
     return found
 
 
@@ -477,70 +346,13 @@ def _answers(forward: Forward, state: _State, rows: Tensor, positions: Tensor, v
     return forward(probes, None if state.attention_mask is None else state.attention_mask[rows]).logits
 
 
-def _pieces(forward: Forward, state: _State, group: _Group, columns: slice) -> Iterator[tuple[int, Tensor]]:
+def _pieces(forward: Forward, state: _State, group: Group, columns: slice) -> Iterator[tuple[int, Tensor]]:
     """The answers [R', n, V] to a position with too many probes for one batch, and the number of the first one."""
     size = forward.batch_size(state.tokens.shape[1])
     for first in range(0, len(group.probes), size):
         values = group.probes[first : first + size]
         rows, positions = torch.full_like(values, group.row), torch.full_like(values, group.position)
         yield first, _answers(forward, state, rows, positions, values)[:, columns]
-
-
-def _read(group: _Group, columns: slice, logits: Tensor, base: Tensor, entropy: Tensor) -> _Reading:
-    """Reduce the answers [R, n, V] to a position's probes, without a temporary of their size."""
-    answers, shares = group.answers(logits, 0)
-    stats = ops.mixture_stats(answers, shares.unsqueeze(-1).expand(answers.shape[:-1]), base)
-    joint = (stats.mixture_entropy - stats.expected_entropy).clamp(min=0)
-    return _Reading(group, columns, _forms(group, joint, entropy - stats.expected_entropy, stats.expected_kl), None)
-
-
-def _forms(group: _Group, joint: Tensor, entropy: Tensor, kl: Tensor) -> dict[Form, Tensor]:
-    """The readings of the values probed as labels: two of them count for the share of p that was probed."""
-    return {"joint": joint * group.kept, "entropy": entropy, "kl": kl * group.kept}
-
-
-def _read_in_pieces(
-    forward: Forward,
-    state: _State,
-    group: _Group,
-    columns: slice,
-    base: Tensor,
-    entropy: Tensor,
-) -> _Reading:
-    """`_read` of a position with too many probes for one batch: sums, and the mixture itself, over batches."""
-    kl, conditional, mixture = torch.zeros_like(entropy), torch.zeros_like(entropy), torch.zeros_like(base)
-    for first, logits in _pieces(forward, state, group, columns):
-        answers, shares = group.answers(logits, first)
-        weights = shares.unsqueeze(-1).expand(answers.shape[:-1])
-        kl += ops.expected_kl(answers, weights, base)
-        conditional += ops.expected_entropy(answers, weights)
-        mixture += torch.einsum("k,knv->nv", shares.to(answers.dtype), answers.softmax(dim=-1))
-    joint = (ops.entropy(mixture.log()) - conditional).clamp(min=0)
-    return _Reading(group, columns, _forms(group, joint, entropy - conditional, kl), None)
-
-
-def _read_sample(group: _Group, columns: slice, logits: Tensor, base: Tensor, entropy: Tensor) -> _Reading:
-    """`_read` of values drawn at random: means over the draws, with their standard errors.
-
-    The joint form is the mean of KL(q_v || m), m the mean of the q_v drawn; that m moves with every draw changes the mean
-    in second order only, so its standard error is that of the terms.
-    """
-    answers, shares = group.answers(logits, 0)
-    mixture = torch.einsum("k,knv->nv", shares.to(answers.dtype), answers.softmax(dim=-1)).log()
-    terms: dict[Form, Tensor] = {
-        "joint": ops.kl_divergence(answers, mixture.expand_as(answers)),
-        "entropy": entropy - ops.entropy(answers),
-        "kl": ops.kl_divergence(answers, base.expand_as(answers)),
-    }
-    weights = shares.unsqueeze(-1).float()
-    values = {form: (weights * each).sum(dim=0) for form, each in terms.items()}
-    errors = {
-        form: ((weights * (each - values[form]).square()).sum(dim=0) / (group.draws - 1)).sqrt()
-        for form, each in terms.items()
-    }
-    own = entropy[group.position - (columns.start or 0)]
-    values["joint"] = values["joint"].minimum(own)  # the draws may be more even than p; I <= H(X_i)
-    return _Reading(group, columns, values, errors)
 
 
 def _refuse_nan(values: Tensor, first: int) -> None:
@@ -551,23 +363,6 @@ def _refuse_nan(values: Tensor, first: int) -> None:
             f"probe_mi: the model's logits give no distribution (NaN, +inf, or -inf everywhere) at or given "
             f"sequence {first + row}, position {position}"
         )
-
-
-def _join(parts: Sequence[Probe]) -> Probe:
-    """Probes of one batch after the other as one."""
-
-    def together(field: str) -> Tensor:
-        return torch.cat([getattr(part, field) for part in parts])
-
-    def per_form(field: str) -> dict[Form, Tensor]:
-        return {form: torch.cat([getattr(part, field)[form] for part in parts]) for form in parts[0].directed}
-
-    return Probe(
-        per_form("directed"),
-        per_form("error"),
-        per_form("standard_error"),
-        *(together(field) for field in ("mask", "pairs", "known", "entropy", "passes", "hidden")),
-    )
 
 
 def _check(

@@ -27,7 +27,8 @@ from mdmi_fast.files import check_folder, read_json, replace_file
 from mdmi_fast.labels.forward import Forward, Precision
 from mdmi_fast.labels.masking import Masking
 from mdmi_fast.labels.plan import FORMS, Directions, Form
-from mdmi_fast.labels.probe import Probe, probe_mi
+from mdmi_fast.labels.probe import probe_mi
+from mdmi_fast.labels.results import Probe
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import describe_model, differences, layer_of, tensors_of
 
