@@ -517,11 +517,8 @@ def test_a_folder_that_is_not_there_is_an_error(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (
-            lambda folder: cut(folder / "model-00002-of-00003.safetensors"),
-            r"model-00002-of-00003\.safetensors is damaged$",
-        ),
-        (lambda folder: (folder / "model-00002-of-00003.safetensors").unlink(), "model-00002-of-00003.safetensors"),
+        (lambda folder: cut(second_shard(folder)), r"model-00002-of-.*\.safetensors is damaged$"),
+        (lambda folder: second_shard(folder).unlink(), r"model-00002-of-.*\.safetensors.*missing or damaged$"),
         (lambda folder: cut(folder / "model.safetensors.index.json"), "missing or damaged$"),
         (lambda folder: cut(folder / "config.json"), r"config\.json' is not a valid JSON file"),
         (lambda folder: (folder / "config.json").write_text("{}"), "Should have a `model_type`"),
@@ -535,12 +532,15 @@ def test_a_folder_with_a_damaged_or_missing_file_is_named_with_the_reason(
 ) -> None:
     network: Any = tiny("bert")
     network.save_pretrained(tmp_path, max_shard_size="30KB")
-    assert (tmp_path / "model-00003-of-00003.safetensors").exists()
     load_model(f"hf:{tmp_path}")
     change(tmp_path)
     with pytest.raises((OSError, ValueError), match=f"^hf: {tmp_path} cannot be loaded: .*{reason}") as error:
         load_model(f"hf:{tmp_path}")
     assert "copy the model's folder" not in str(error.value)  # it is here already
+
+
+def second_shard(folder: Path) -> Path:
+    return next(folder.glob("model-00002-of-*.safetensors"))
 
 
 def cut(path: Path) -> None:

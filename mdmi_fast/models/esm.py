@@ -5,6 +5,7 @@ ESM-2 and ESM-C load from transformers as well: `load_model("hf:facebook/esm2_t6
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -153,13 +154,12 @@ def load_fair_esm(
         raise ImportError("fair-esm: models need the package fair-esm (not esm): pip install fair-esm") from None
     try:
         network, alphabet = load_model_and_alphabet(name)
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:  # a damaged file can be anything
-        reason = f"fair-esm: {name} cannot be loaded: {error}"
-        if isinstance(error, OSError):
-            raise OSError(f"{reason}; a .pt file fetched elsewhere can be named") from error
-        raise ValueError(f"{reason}; the file is damaged or of something else") from error
+    except OSError as error:
+        raise OSError(
+            f"fair-esm: {name} cannot be loaded: {error}; a .pt file fetched elsewhere can be named"
+        ) from error
+    except (RuntimeError, EOFError, KeyError, AttributeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"fair-esm: {name} cannot be loaded: the file is damaged or holds something else") from error
     network = network.to(device=device, dtype=dtype).eval().requires_grad_(False)
     return FairESMModel(network, alphabet, layers=layers, batch_invariant=batch_invariant).to(device)
 

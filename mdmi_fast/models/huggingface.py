@@ -366,12 +366,14 @@ def _loading(name: str) -> Iterator[None]:
     except (ImportError, MemoryError):
         raise
     except Exception as error:
+        if type(error) is ValueError:  # says itself what is not supported
+            raise ValueError(f"hf: {name} cannot be loaded: {error}") from error
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".:!")
         folder = Path(name)
         if not folder.is_dir():
             if isinstance(error, OSError):
                 reason += ". Without a network, copy the model's folder here and say hf:FOLDER"
-        elif type(error) is not ValueError:  # which says itself what is not supported
+        else:
             damaged = next((path.name for path in sorted(folder.glob("*.safetensors")) if _is_damaged(path)), None)
             reason += f". {damaged or 'A file of the folder'} is {'' if damaged else 'missing or '}damaged"
         kind = OSError if isinstance(error, OSError) else ValueError
