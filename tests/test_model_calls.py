@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mdmi_fast import PairwiseMIEstimator, TopK, decode, label_mi, ops, train_estimator
-from mdmi_fast.decoding import Step, tune
+from mdmi_fast.decoding import Step, calibrate
 from mdmi_fast.estimator.data import examples, read_batch
 from mdmi_fast.estimator.splits import shifted_states
 from mdmi_fast.labels import FixedShare, LabelSet, Trajectory, UniformShare, write_labels
@@ -66,7 +66,7 @@ CALLERS: dict[str, Callable[[Any], Any]] = {
     "Trajectory": lambda model: Trajectory()(model, torch.ones_like(TOKENS), [0]),
     "audit_position": audit,
     "guard": lambda model: pseudo_likelihood(model, torch.ones_like(TOKENS), TOKENS == MASK),
-    "tune": lambda model: tune.pseudo_likelihood(model)(torch.ones_like(TOKENS), TOKENS == MASK, torch.arange(1)),
+    "tune": lambda model: calibrate.pseudo_likelihood(model)(torch.ones_like(TOKENS), TOKENS == MASK, torch.arange(1)),
     "surprise": lambda model: surprise(model, ["ABCD"], [range(4)]),
 }
 
