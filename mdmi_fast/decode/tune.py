@@ -240,7 +240,7 @@ def tune(
         result = decode(model, tokens[rows], policy, seeds=seeds[rows], attention_mask=visible, **options)
         return result.tokens, result.passes.double().cpu()
 
-    batches = torch.arange(len(tokens)).split(batch_size)
+    batches = torch.arange(len(tokens), device="cpu").split(batch_size)
     yardstick: Measured | None = None
 
     def measure(spec: str, rule: str | None = None) -> Tried:
@@ -260,7 +260,8 @@ def tune(
         return measured.report(spec, yardstick, given_up, generator, rule)
 
     # From the whole of the data, which may be in order of length.
-    few = torch.linspace(0, len(tokens) - 1, min(_FEW, len(tokens))).round().long()
+    count = min(_FEW, len(tokens))
+    few = torch.tensor([number * len(tokens) // count for number in range(count)], device="cpu")
 
     def passes_of_few(policy: Policy) -> float:
         return float(decoded(policy, few)[1].sum())
@@ -386,7 +387,7 @@ class _Settings:
         self._options = dict(option.split("=", 1) for option in options)
         self._one_by_one, self._passes = one_by_one, passes
         self._known: dict[str, float] = {}
-        self._levels = torch.arange(1.0, longest + 1)
+        self._levels = torch.arange(1, longest + 1, device="cpu")
         if self._name not in ("topk", "random"):
             self._levels = _levels([self._prices(seen) for seen in survey.seen])
         self._doubts = _levels([seen.doubt for seen in survey.seen])
@@ -430,7 +431,7 @@ class _Settings:
         if self._name == "confidence":
             return doubt[1:]
         if self._name == "confidence-factor":
-            return (torch.arange(2, len(doubt) + 2) * doubt)[1:]
+            return (torch.arange(2, len(doubt) + 2, device="cpu") * doubt)[1:]
         if self._name == "confidence-budget":
             return doubt.cumsum(0)[1:]
         if self._name == "entropy-bound":
@@ -451,7 +452,7 @@ class _Settings:
 
 def _levels(prices: list[Tensor]) -> Tensor:
     """All prices in ascending order, between nothing and more than any of them."""
-    found = torch.cat([torch.zeros(1, dtype=torch.float64), *prices]).sort().values
+    found = torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), *prices]).sort().values
     return torch.cat([found, 2 * found[-1:]])
 
 
@@ -494,8 +495,8 @@ class Measured:
         passes, quality = torch.cat(self.passes), torch.cat(self.quality)
         count = len(passes)
         base_passes, base_quality = torch.cat(yardstick.passes)[:count], torch.cat(yardstick.quality)[:count]
-        rows = torch.randint(count, (_RESAMPLES, count), generator=generator)
-        rows = torch.cat([torch.arange(count).unsqueeze(0), rows])
+        rows = torch.randint(count, (_RESAMPLES, count), generator=generator, device="cpu")
+        rows = torch.cat([torch.arange(count, device="cpu").unsqueeze(0), rows])
         speedup = base_passes[rows].sum(dim=-1) / passes[rows].sum(dim=-1)
         mean, base = quality[rows].mean(dim=-1), base_quality[rows].mean(dim=-1)
         if self.unit == "nats a token":
@@ -523,7 +524,7 @@ class Measured:
 
 
 def _interval(values: Tensor) -> Interval:
-    low, high = values[1:].quantile(torch.tensor([0.025, 0.975], dtype=values.dtype)).tolist()
+    low, high = values[1:].quantile(torch.tensor([0.025, 0.975], dtype=values.dtype, device=values.device)).tolist()
     return Interval(float(values[0]), low, high)
 
 
@@ -588,7 +589,7 @@ def accuracy(target: Tensor) -> Quality:
 
     def quality(tokens: Tensor, asked: Tensor, sequences: Tensor) -> Tensor:
         right = (tokens == target[sequences].to(tokens.device)) & asked
-        return right.sum(dim=-1) / asked.sum(dim=-1)
+        return right.sum(dim=-1).float() / asked.sum(dim=-1)
 
     return quality
 
@@ -617,7 +618,8 @@ def log_likelihood(
 
     @torch.no_grad()
     def quality(tokens: Tensor, asked: Tensor, sequences: Tensor) -> Tensor:
-        luck = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed)).to(tokens.device)
+        source = torch.Generator().manual_seed(seed)
+        luck = torch.rand(tokens.shape, generator=source, dtype=torch.float32, device="cpu").to(tokens.device)
         order = luck.masked_fill(~asked, 2.0).argsort(dim=-1)[:, :positions]
         row, rank = asked.gather(-1, order).nonzero(as_tuple=True)
         place = order[row, rank]

@@ -150,7 +150,7 @@ def split_states(
         ValueError: if all states were trained on before, there is no pair left to train on, or fewer than two are held
             out.
     """
-    order = torch.randperm(len(states), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(states), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     count = max(1, round(held_out * len(order)))
     marks = fingerprints(states, pad).tolist()
     known, alike = set() if trained is None else set(trained.tolist()), Counter(marks)
