@@ -260,8 +260,8 @@ def tune(
         return measured.report(spec, yardstick, given_up, generator, rule)
 
     # From the whole of the data, which may be in order of length.
-    count = min(_FEW, len(tokens))
-    few = torch.tensor([number * len(tokens) // count for number in range(count)], device="cpu")
+    places = torch.linspace(0, len(tokens) - 1, min(_FEW, len(tokens)), dtype=torch.float64, device="cpu")
+    few = places.round().long()
 
     def passes_of_few(policy: Policy) -> float:
         return float(decoded(policy, few)[1].sum())
