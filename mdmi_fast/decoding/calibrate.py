@@ -261,7 +261,8 @@ def tune(
         return measured.report(spec, yardstick, given_up, generator, rule)
 
     # From the whole of the data, which may be in order of length.
-    few = torch.linspace(0, len(tokens) - 1, min(_FEW, len(tokens))).round().long()
+    places = torch.linspace(0, len(tokens) - 1, min(_FEW, len(tokens)), dtype=torch.float64, device="cpu")
+    few = places.round().long()
 
     def passes_of_few(policy: Policy) -> float:
         return float(decoded(policy, few)[1].sum())
@@ -387,7 +388,7 @@ class _Settings:
         self._options = dict(option.split("=", 1) for option in options)
         self._one_by_one, self._passes = one_by_one, passes
         self._known: dict[str, float] = {}
-        self._levels = torch.arange(1.0, longest + 1)
+        self._levels = torch.arange(1, longest + 1, device="cpu")
         if self._name not in ("topk", "random"):
             self._levels = _levels([self._prices(seen) for seen in survey.seen])
         self._doubts = _levels([seen.doubt for seen in survey.seen])
@@ -431,7 +432,7 @@ class _Settings:
         if self._name == "confidence":
             return doubt[1:]
         if self._name == "confidence-factor":
-            return (torch.arange(2, len(doubt) + 2) * doubt)[1:]
+            return (torch.arange(2, len(doubt) + 2, device="cpu") * doubt)[1:]
         if self._name == "confidence-budget":
             return doubt.cumsum(0)[1:]
         if self._name == "entropy-bound":
@@ -452,7 +453,7 @@ class _Settings:
 
 def _levels(prices: list[Tensor]) -> Tensor:
     """All prices in ascending order, between nothing and more than any of them."""
-    found = torch.cat([torch.zeros(1, dtype=torch.float64), *prices]).sort().values
+    found = torch.cat([torch.zeros(1, dtype=torch.float64, device="cpu"), *prices]).sort().values
     return torch.cat([found, 2 * found[-1:]])
 
 

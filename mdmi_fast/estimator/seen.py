@@ -31,7 +31,7 @@ class SeenStates(NamedTuple):
     @classmethod
     def none(cls, *, complete: bool) -> SeenStates:
         """No state on record."""
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device="cpu")
         return cls(nothing, nothing, complete)
 
     def after(self, trained: Tensor, held_out: Tensor) -> SeenStates:
@@ -76,7 +76,7 @@ def fingerprints(states: Iterable[Example], pad: int | None) -> Tensor:
     Returns:
         [S] int64, the first 8 bytes of BLAKE2b. Among 100,000 states the chance of two alike is below 1e-9.
     """
-    return torch.tensor([_fingerprint(state, pad) for state in states], dtype=torch.int64)
+    return torch.tensor([_fingerprint(state, pad) for state in states], dtype=torch.int64, device="cpu")
 
 
 def padding_of(model: object) -> int | None:
@@ -87,7 +87,7 @@ def padding_of(model: object) -> int | None:
 
 def _fingerprint(state: Example, pad: int | None) -> int:
     tokens = state.tokens.to("cpu", torch.int64)
-    masked = torch.zeros(tokens.shape, dtype=torch.int64)
+    masked = torch.zeros(tokens.shape, dtype=torch.int64, device="cpu")
     masked[state.positions.cpu()] = 1
     both = torch.stack([tokens, masked])
     if pad is not None:
