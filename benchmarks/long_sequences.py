@@ -1,6 +1,6 @@
 """One decoding step of a long sequence within a window: its time and its memory; python benchmarks/long_sequences.py.
 
-20,000 positions, all masked, pairs at most 64 apart (row S18 of the source). The states are drawn at random: the model
+20,000 positions, all masked, pairs at most 64 apart. The states are drawn at random: the model
 itself is not part of the figures. Memory is the peak of the process over what it held before the step.
 """
 

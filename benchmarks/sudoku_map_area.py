@@ -1,4 +1,4 @@
-"""How well mutual information tells which cells share a unit, the rules never told; python benchmarks/sudoku_map_area.py.
+"""How well mutual information tells which cells share a unit, the rules were never given; python benchmarks/sudoku_map_area.py.
 
 The area under the ROC curve of "shares a row, column or box" by mutual information over the pairs of blank cells, by
 how many cells are blank, for values probed from the model and predicted by its estimator, and their control: the

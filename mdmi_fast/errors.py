@@ -1,4 +1,4 @@
-"""The one error class of the library's own; TypeError and ValueError say the rest."""
+"""The library's only exception class; everything else is TypeError or ValueError."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was computed for a context, kept: mutual information and selections, in memory, on disk and in Redis (row S12).
+"""What was computed for a context, kept: mutual information and selections, in memory, on disk and in Redis.
 
 A key is a hash of everything that an answer depends on: the library's version, the model's weights, the settings of
 the policy or source with the estimator's weights, the tokens, the mask, the padding, and, where they are read, the

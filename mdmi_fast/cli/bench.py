@@ -73,7 +73,7 @@ def _write(stem: str, found: list[Any], options: argparse.Namespace) -> None:
 
 
 def _circumstances(stem: str, options: argparse.Namespace) -> dict[str, Any]:
-    """What a number is worth nothing without."""
+    """The conditions a benchmark number is meaningless without."""
     from mdmi_fast.cli.info import collect
 
     here = collect()

@@ -82,7 +82,7 @@ def decode(
         temperature: 0 writes the most probable token; above, tokens are drawn from softmax(logits / temperature).
             Policies always see the model's own distributions, before temperature, top_k and top_p, of the tokens that
             are not suppressed.
-        top_k: draw from so many of the most probable tokens only; None: from all.
+        top_k: sample only from the k most probable tokens; None: from all.
         top_p: draw from the fewest tokens that hold this much probability only, in (0, 1].
         gumbel: draw by the Gumbel-max rule, see `sample`.
         generator: where the sequences' seeds come from, one after the other; None: torch's own generator.

@@ -27,7 +27,7 @@ def sample(
         logits: [R, V] float, not all -inf.
         luck: [R] float64 in [0, 1).
         temperature: above 0.
-        top_k: keep so many of the most probable tokens, ties to the lower index; None: all.
+        top_k: keep only this many of the most probable tokens, ties to the lower index; None: all.
         top_p: keep the fewest of the most probable tokens that hold this much of what top_k left.
         gumbel: take argmax_v(log p(v) + G_v), G_v = -log(-log(u_v)) with u_v from `luck`, instead of the token at
             which the cumulative sum passes `luck`. The distribution is the same, the tokens are not.

@@ -1,4 +1,4 @@
-"""How good an estimator is on labelled states it was not trained on, and whether it may decode (rows S6, S14, S16)."""
+"""How good an estimator is on labelled states it was not trained on, and whether it may decode (arXiv 2605.20187)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ TAUS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 RATIOS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Edges of the bins of the masked share of a state."""
 MOST_FALSE = 0.05
-"""Of the pairs predicted independent, the share that may be dependent (row S14)."""
+"""Of the pairs predicted independent, the share that may be dependent."""
 GOOD, POOR = 0.85, 0.75
-"""Correlation to be reached, and that under which training starts again (row S6)."""
+"""Correlation to be reached, and that under which training starts again (arXiv 2605.20187)."""
 _SAMPLE = 200_000
 
 
@@ -201,7 +201,7 @@ def evaluate_splits(
     batch_size: int = 64,
     all_states: bool = False,
 ) -> Evaluation:
-    """Judge an estimator beside the baselines on several sets of labels (row S16).
+    """Judge an estimator beside the baselines on several sets of labels.
 
     Args:
         estimator: to be judged.
@@ -250,7 +250,7 @@ def judged_states(
 
 
 def verdict(report: PairReport) -> str:
-    """One line that begins with "usable" or "retrain", by the limits of rows S6 and S14."""
+    """One line that begins with "usable" or "retrain", by the limits GOOD, POOR and MOST_FALSE."""
     said = _verdict(report)
     trained_on = report.states.trained_on
     return f"{said}; trained on {trained_on} of the {report.states.judged} states judged" if trained_on else said

@@ -21,7 +21,7 @@ Marginals = Literal["none", "entropy", "summary"]
 class PairwiseMIEstimator(PairScorer):
     """The general estimator: any hidden state in, one to three hidden layers.
 
-    The first hidden layer of a pair reads (row S5 of the source)
+    The first hidden layer of a pair reads (arXiv 2605.20187)
 
     - "concat": [h_i; h_j], averaged over both orders;
     - "product": (P h_i) * (P h_j), a learned bilinear form of low rank;

@@ -36,7 +36,7 @@ class PairScorer(nn.Module):
     Attributes:
         trained_on: the model whose states it was trained on (`identity`); None: unknown.
         seen: which states it was trained on; saved with it. None: nobody has kept a record.
-        provenance: what else it was made from (label form, states ...); saved with it, read by people.
+        provenance: label form, states and the like, saved alongside for humans.
         precision: of the products of the dense layers outside of inference, as for `ops.pairwise_mlp`.
     """
 

@@ -1,4 +1,4 @@
-"""States that an estimator was not trained for: under another mask law, and built to make it err (row S16)."""
+"""States that an estimator was not trained for: under another mask law, and built to make it err."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training of an estimator on labelled states of a frozen model (rows S6 and S7 of the source)."""
+"""Training of an estimator on labelled states of a frozen model (arXiv 2605.20187)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def train_estimator(
 
     The loss is `PairLoss`, where negative labels count as 0 unless the estimator's output is "identity"; the best epoch
     is that of the highest held-out correlation. An estimator that was never trained (`trained_on` is None) begins at the
-    constant nearest to the labels; one that was goes on from its weights (refinement, row S7). On a GPU the dense layers
+    constant nearest to the labels; one that was goes on from its weights (refinement). On a GPU the dense layers
     multiply in bfloat16. Under torchrun the processes share the work of every batch, up to eight of them.
 
     On a CPU the weights that come out are the same bytes for any number of threads and processes, however often training
@@ -143,8 +143,8 @@ def train_estimator(
             estimator was trained on before.
         patience: epochs without a better held-out correlation before it stops.
         seed: of the split and the order.
-        checkpoint: file that is written after every epoch; where it exists, training goes on from it, with the result of
-            one that was never interrupted. None: none.
+        checkpoint: file written after every epoch; where it exists, training resumes from it exactly where it
+            stopped. None: none.
         on_epoch: called after every epoch, in the first process.
 
     Returns:

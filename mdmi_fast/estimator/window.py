@@ -1,4 +1,4 @@
-"""Long sequences: an estimator that looks at the pairs of a sliding window only (row S18 of the source)."""
+"""Long sequences: an estimator that looks at the pairs of a sliding window only."""
 
 from __future__ import annotations
 

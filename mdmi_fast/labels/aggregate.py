@@ -1,4 +1,4 @@
-"""One matrix of many contexts: what pairs of positions share over all the states they were masked in (row S3)."""
+"""One matrix of many contexts: what pairs of positions share over all the states they were masked in."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class FixedShare:
 
 @dataclass(frozen=True)
 class UniformShare:
-    """Masks a share t of the positions, drawn at random, with t ~ U[0, 1] for each sequence (row S6 of the source).
+    """Masks a share t of the positions, drawn at random, with t ~ U[0, 1] for each sequence (arXiv 2605.20187).
 
     Args:
         keep: tokens that are never masked.

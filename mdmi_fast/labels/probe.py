@@ -1,4 +1,4 @@
-"""Ground-truth pairwise mutual information by probing the model itself (rows S1, S2, S4 of the source).
+"""Ground-truth pairwise mutual information by probing the model itself (arXiv 2605.20187).
 
 One pass with nothing added gives the marginals; one pass for every masked position i and value v, with v written at
 i, gives q_v = p(x_j | X_i = v). With p_v = p(X_i = v), the same passes yield three readings of I(X_i; X_j | visible):
@@ -148,7 +148,7 @@ def probe_mi(
             passes, so that a label is the reading in the direction taken.
         window: only pairs at most so many positions apart.
         pairs: [B, N, N] bool, symmetric: only these pairs. None: all.
-        samples: where more values than this are needed, draw so many from p(X_i) instead (row S4 of the source). What
+        samples: where more values than this are needed, draw so many from p(X_i) instead (arXiv 2605.20187). What
             they give has a standard error of order 1 / sqrt(samples) and nothing proven; the "joint" form, computed
             as if those were all values, is also low by an amount of order 1 / samples.
         seed: of the values drawn.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def dependency_graph(
     mi: MIMap | Tensor, tau: float, labels: Sequence[str] | None = None, *, mask: Tensor | None = None
 ) -> networkx.Graph:
-    """The graph whose edges are the dependent pairs: max(I_ij, I_ji) >= tau (row S9 of the source, as `ops.color`).
+    """The graph whose edges are the dependent pairs: max(I_ij, I_ji) >= tau (arXiv 2605.20187, as `ops.color`).
 
     Args:
         mi: a map, whose own labels, mask, tokens and entropies are used, or a matrix [N, N] in nats.

@@ -1,4 +1,4 @@
-"""A map against what was expected of it: a structure that is known, or another map (row S19 of the source)."""
+"""A map against what was expected of it: a structure that is known, or another map."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StructureReport(NamedTuple):
 
 
 def compare_structure(mi: MIMap, expected: Tensor, *, tau: float) -> StructureReport:
-    """Point out unexpected and missing dependencies (row S19 of the source).
+    """Point out unexpected and missing dependencies.
 
     Args:
         mi: the map.
@@ -73,7 +73,7 @@ def find_surprises(mi: MIMap, expected: Tensor, *, rate: float = 0.05) -> Surpri
     whatever its tails, but for the surprises, which are few. So as many pairs lie t beyond the median on the wrong side by chance as on the
     right one, and the smallest t is taken at which (1 + pairs beyond t on the wrong side) / (pairs beyond t on the right
     side) is at most `rate`: on average a share of at most `rate` is false (the bound of Barber and Candes, Annals of
-    Statistics 43, 2015). Fewer than 1 / rate pairs that stand out can not be told from chance this way: none is named.
+    Statistics 43, 2015). Fewer than 1 / rate pairs that stand out cannot be distinguished from chance: none is named.
 
     Args:
         mi: the map.

@@ -137,7 +137,7 @@ def select_budget(
             be wrong); 0 where tokens are sampled (only dependence is an error).
         order: "entropy", ascending, those that do not fit are skipped; "cheapest", always the one of least current cost, until it does not fit.
         mask: [..., N] bool, True = masked (may be chosen); None = all.
-        limit: at most so many positions a sequence, at least 1.
+        limit: the most positions chosen per sequence, at least 1.
         backend: "triton", "cpp", "torch" or None.
 
     Returns:
@@ -194,7 +194,7 @@ def select_budget_band(
     limit: int | None = None,
     backend: str | None = None,
 ) -> Selection:
-    """`select_budget` where pairs farther apart than a window count as independent, in memory N * window (row S18).
+    """`select_budget` where pairs farther apart than a window count as independent, in memory N * window.
 
     cost_i = entropy_weight * H_i + lam * sum_{j chosen before i, |i - j| <= window} max(band[i, window + j - i], 0)
 
@@ -273,7 +273,7 @@ def select_threshold(
         mi: [..., N, N] floating, nats. The diagonal is not read.
         tau: the threshold, nats, not NaN.
         mask: [..., N] bool, True = masked (may be chosen); None = all.
-        limit: at most so many positions a sequence, at least 1.
+        limit: the most positions chosen per sequence, at least 1.
         backend: "triton", "cpp", "torch" or None.
 
     Returns:
@@ -405,7 +405,7 @@ def score_and_select(
         symmetry: "none", "mean" or "upper".
         activation: "identity" or "softplus".
         precision: of the dense layers, or None.
-        limit: at most so many positions a sequence.
+        limit: the most positions chosen per sequence.
         prepared: of `prepare_pairwise`, or None.
         backend: "triton", "cpp", "torch" or None.
 

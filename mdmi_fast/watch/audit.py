@@ -31,7 +31,7 @@ from mdmi_fast.models.call import call_model
 from mdmi_fast.ops import TokenStats
 
 CALIBRATION_EDGES = (0.1, 0.5, 1.0)
-"""Nats of probed mutual information between the bins whose mean errors are kept (row S14 of the source)."""
+"""Nats of probed mutual information between the bins whose mean errors are kept."""
 
 _WATCHED = 64
 """Masked positions at most whose marginals before a reveal are kept."""

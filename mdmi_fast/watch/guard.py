@@ -1,6 +1,6 @@
 """A policy that watches another: audits it, compares it with sequential decoding, and takes it back before it harms.
 
-Rows S13 and S17 of the source. Each sequence belongs, by its seed, to the watched policy or to a sequential control.
+Each sequence belongs, by its seed, to the watched policy or to a sequential control.
 The share of the watched policy is 5%, then 50%, then all but the control; it moves on when there is evidence that
 quality is not worse. Where there is evidence of harm the policy gets a tighter limit or nothing at all, and comes back
 through the same stages. Evidence is gathered one observation at a time with a known rate of false alarms (`Evidence`).
@@ -51,7 +51,7 @@ SIGNALS = (
 
 @dataclass(frozen=True)
 class Thresholds:
-    """When the guard speaks and when it acts. The first six are the source's (rows S13, S14 and S17).
+    """When the guard warns and when it intervenes.
 
     Raises:
         TypeError: for what is no number.
@@ -470,7 +470,7 @@ class Guard:
             self.state.fallbacks_in_a_row = 0
 
     def _tighten(self, alarm: str) -> None:
-        """Half the limit, three times at most, of a policy that has one."""
+        """Halve the policy's limit, at most three times."""
         self._count(alarm)
         tighter = self.state.scale / 2
         if not self.state.fallen_back and tighter >= 1 / 8 and self._with_limit(tighter) is not self.policy:
@@ -485,7 +485,7 @@ class Guard:
         self.state.fallbacks_in_a_row += 1
         # What is found from here on decides on the return.
         self.state.correlation = self.state.movement_slope = None
-        # A sequence that both sides had a part in tells of neither.
+        # A sequence decoded by both arms counts for neither.
         self._arms = OrderedDict((seed, None if arm else arm) for seed, arm in self._arms.items())
         self._changed(alarm)
         self.save()

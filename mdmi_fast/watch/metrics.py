@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, made when they are read: decoding itself only counts (row S17 of the source)."""
+"""Metrics for Prometheus, made when they are read: decoding itself only counts."""
 
 from __future__ import annotations
 

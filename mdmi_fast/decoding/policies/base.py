@@ -173,7 +173,7 @@ class Rule(ABC):
 
 
 def checked_policy(owner: str, policy: Any) -> None:
-    """Refuse what is no policy: the text or the class of one is taken for it easily.
+    """Reject non-policies; passing a spec string or a class by mistake is common.
 
     Raises:
         TypeError: it has no method `select` to call.

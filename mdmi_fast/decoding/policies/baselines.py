@@ -1,4 +1,4 @@
-"""Policies that look at every position by itself (row S10 of the source). All cost one sort of N numbers a sequence."""
+"""Policies that look at every position by itself. All cost one sort of N numbers a sequence."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def _extra(source: MISource, stats: TokenStats) -> dict[str, TokenStats]:
 
 
 class Within:
-    """Another source as long as its answers are fast enough (row S11 of the source); else min(H_i, H_j) stands in for I_ij.
+    """Another source as long as its answers are fast enough; else min(H_i, H_j) stands in for I_ij.
 
     How long an answer will take is predicted from the seconds a pair of the last one, a tenth less after every pass without.
     So results depend on the clock, and on the batch: use `most` of the rules instead where decoding has to be reproducible.
@@ -199,7 +199,7 @@ def _most_mi(entropy: Tensor, mask: Tensor) -> Tensor:
 class _PairRule(Rule):
     """A rule on entropies and pairs: where the mutual information is asked for, and what stands in where it is not.
 
-    With at most `lazy` or more than `most` positions masked the source is not asked (row S11 of the source): min(H_i, H_j),
+    With at most `lazy` or more than `most` positions masked the source is not asked: min(H_i, H_j),
     which no mutual information exceeds, takes its place, so that such a pass risks less, and may take less, than with it.
     Nor is the source asked about a sequence where it cannot matter.
     """
@@ -254,7 +254,7 @@ class _PairRule(Rule):
 
 @dataclass(frozen=True)
 class MIBudget(_PairRule):
-    """Greedy selection within a budget: cost_i = entropy_weight H_i + lam sum_{j chosen} I_ij (row S8 of the source).
+    """Greedy selection within a budget: cost_i = entropy_weight H_i + lam sum_{j chosen} I_ij (arXiv 2605.20187).
 
     entropy_weight 1 is the published rule. For sampling at temperature 1 use 0: independent positions of any entropy
     can be drawn together without error, so only dependence is a cost.
@@ -338,7 +338,7 @@ class MIBudget(_PairRule):
 
 @dataclass(frozen=True)
 class MIThreshold(_PairRule):
-    """A maximal set of positions, lowest entropy first, with I_ij < tau for every pair (row S9 of the source).
+    """A maximal set of positions, lowest entropy first, with I_ij < tau for every pair (arXiv 2605.20187).
 
     Cost: the source's, for N^2 pairs a sequence. Needs hidden states.
 
@@ -379,7 +379,7 @@ class MIThreshold(_PairRule):
 
 @dataclass(frozen=True)
 class Coloring(Rule):
-    """All masked positions planned ahead as groups without a pair of I_ij >= tau; a pass takes one group (row S9).
+    """All masked positions planned ahead as groups without a pair of I_ij >= tau; a pass takes one group (arXiv 2605.20187).
 
     The groups are the colours of `ops.color`; a pass takes that of the position whose entropy is lowest now. Fewer
     questions to the source than `MIThreshold`, which asks in every pass; a plan knows nothing of what was written since.

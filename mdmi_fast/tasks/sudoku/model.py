@@ -110,7 +110,7 @@ class SudokuModel(nn.Module):
     vocab_size = VOCABULARY
     hidden_size = HIDDEN_WIDTH
     never = (MASK_TOKEN,)
-    """Tokens whose logit always is -inf: decoding need not see to it."""
+    """Tokens whose logit always is -inf: so decoding can skip it."""
     interchangeable_tokens = range(1, VOCABULARY)
     """Relabelling the digits relabels the answer: labelling then probes one of those not yet on the board for all."""
 
