@@ -23,4 +23,8 @@ Buffer<T> make_buffer(std::size_t n) {
   return Buffer<T>(static_cast<T*>(::operator new(n * sizeof(T) + kCacheLine, std::align_val_t(kCacheLine))));
 }
 
+// Floats that a row is filled up to: whole vectors of every target.
+constexpr int64_t kPadding = 16;
+inline int64_t padded(int64_t n) { return (n + kPadding - 1) / kPadding * kPadding; }
+
 }  // namespace mdmi

@@ -3,8 +3,6 @@
 namespace mdmi {
 namespace {
 
-constexpr int64_t kPadding = 16;  // floats: whole vectors of every target
-
 void copy_row(const void* from, Dtype dtype, int64_t element, int64_t n, float* to) {
   switch (dtype) {
     case Dtype::f32:
@@ -26,7 +24,7 @@ void copy_row(const void* from, Dtype dtype, int64_t element, int64_t n, float* 
 
 Gathered gather(const Halves& halves) {
   Gathered gathered;
-  gathered.stride = (halves.width + kPadding - 1) / kPadding * kPadding;
+  gathered.stride = padded(halves.width);
   for (int64_t b = 0; b < halves.batch; ++b) {
     gathered.first.push_back(int64_t(gathered.position.size()));
     for (int64_t i = 0; i < halves.n; ++i)

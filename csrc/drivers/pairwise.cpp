@@ -10,9 +10,6 @@
 namespace mdmi {
 namespace {
 
-constexpr int64_t kPadding = 16;  // floats: whole vectors of every target
-int64_t padded(int64_t n) { return (n + kPadding - 1) / kPadding * kPadding; }
-
 const float* put_padded(const float* x, int64_t n, float*& to) {
   float* begin = to;
   std::copy(x, x + n, begin);

@@ -9,14 +9,12 @@
 namespace mdmi {
 namespace {
 
-constexpr int64_t kPadding = 16;          // floats: whole vectors of every target
 constexpr int64_t kTapeFloats = 1 << 18;  // for each thread: about the second-level cache
 constexpr int64_t kTileRows = 12;         // a multiple of every target's pair_rows
 constexpr int64_t kTapeRowsPerTask = 24;
 constexpr int64_t kWeightRowsPerTask = 48;  // a multiple of kTileRows
 constexpr int64_t kColumnsPerTask = 64;
 
-int64_t padded(int64_t n) { return (n + kPadding - 1) / kPadding * kPadding; }
 int64_t pieces(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 std::vector<float> copy_of(const float* x, int64_t n, bool bf16) {

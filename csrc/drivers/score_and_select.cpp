@@ -32,9 +32,9 @@ constexpr int64_t kOperationsPerTask = 1 << 18;  // fewer are done before anothe
 
 // Selects from one sequence. Positions take their turns by entropy, so the pairs of one that is never reached are never
 // scored, nor those of one whose cost exceeds the budget already.
-class Row {
+class SequenceSelection {
  public:
-  Row(const Gathered& gathered, const BudgetRule& rule, int64_t b, uint8_t* selected)
+  SequenceSelection(const Gathered& gathered, const BudgetRule& rule, int64_t b, uint8_t* selected)
       : gathered_(gathered), rule_(rule), batch_(b), remaining_(rule.gamma[b]), selected_(selected) {}
 
   void select(std::vector<Candidate>& masked, std::vector<PairScorer>& scorers) {
@@ -136,7 +136,7 @@ int64_t score_and_select(const PackedNetwork& network, const Halves& halves, con
     if (masked[size_t(b)].empty()) return;
     try {
       check_entropy("score_and_select", b, masked[size_t(b)]);
-      Row row(gathered, rule, b, selected + b * positions.n);
+      SequenceSelection row(gathered, rule, b, selected + b * positions.n);
       row.select(masked[size_t(b)], scorers[size_t(worker)]);
       spent[b] = row.spent();
       pairs[size_t(b)] = row.pairs();

@@ -8,7 +8,6 @@
 
 #include "drivers/pair_network.hpp"
 #include "drivers/rows.hpp"
-#include "tasks/sudoku.hpp"
 
 namespace mdmi {
 
@@ -57,10 +56,6 @@ struct Kernels {
                       const RowsOut& d_p, const RowsOut& d_q, void* scratch);
   void (*mixture_backward)(const Stack& logits, int64_t width, int64_t begin, int64_t end, const double* grad,
                            const RowsOut& d_logits, void* scratch, RowState* states);
-
-  // The network of the Sudoku task on one board.
-  void (*sudoku_forward)(const sudoku::Layout& layout, sudoku::Scratch& scratch, const int64_t* tokens,
-                         const float* weights, int iterations, const float* codes, float* logits, float* hidden);
 };
 
 // The table in use: the best this processor and operating system support, or the one MDMI_FORCE_ISA names. Chosen at

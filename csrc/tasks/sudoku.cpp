@@ -1,6 +1,8 @@
 #include "tasks/sudoku.hpp"
 
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "kernels/kernels.hpp"
@@ -24,12 +26,30 @@ Layout make_layout() {
   return layout;
 }
 
+const Table* const tables[] = {
+    &table_scalar,
+#if defined(__x86_64__)
+    &table_avx2,
+    &table_avx512,
+    &table_avx512bf16,
+#elif defined(__aarch64__)
+    &table_neon,
+#endif
+};
+
+// Of the instruction set that the kernels in use are of.
+const Table& table() {
+  for (const Table* candidate : tables)
+    if (std::string(candidate->isa) == kernels().isa) return *candidate;
+  throw std::runtime_error(std::string("sudoku_forward: has no kernel for ") + kernels().isa);
+}
+
 }  // namespace
 
 void sudoku_forward(const int64_t* tokens, int64_t boards, const float* weights, int iterations, const float* codes,
                     float* logits, float* hidden, int threads) {
   static const Layout layout = make_layout();
-  const auto forward = kernels().sudoku_forward;
+  const auto forward = table().forward;
   std::vector<std::unique_ptr<Scratch>> scratch(threads < 1 ? 1 : threads);
   parallel_for(boards, threads, [&](int64_t board, int worker) {
     if (!scratch[worker]) scratch[worker] = std::make_unique<Scratch>();

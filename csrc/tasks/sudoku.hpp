@@ -31,6 +31,22 @@ struct Scratch {
 struct Layout {
   uint16_t row[kVectors], column[kVectors], box[kVectors], cell[kVectors];
 };
+
+// The network on one board, compiled for one target.
+struct Table {
+  const char* isa;
+  void (*forward)(const Layout& layout, Scratch& scratch, const int64_t* tokens, const float* weights, int iterations,
+                  const float* codes, float* logits, float* hidden);
+};
+
+extern const Table table_scalar;
+#if defined(__x86_64__)
+extern const Table table_avx2;
+extern const Table table_avx512;
+extern const Table table_avx512bf16;
+#elif defined(__aarch64__)
+extern const Table table_neon;
+#endif
 }  // namespace sudoku
 
 // tokens [boards, 81] in 0..9, weights [kWeights] in the order of model.py, codes [81, 27];
