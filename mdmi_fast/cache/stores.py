@@ -10,7 +10,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, Protocol
 
-from mdmi_fast.errors import UnsupportedError
+from mdmi_fast.errors import require
 from mdmi_fast.files import cache_folder, replace_file
 
 
@@ -84,12 +84,10 @@ class DiskStore:
 
     def __init__(self, folder: str | Path | None = None, max_bytes: int = 2**30) -> None:
         self.max_bytes = _at_least_one("DiskStore", "max_bytes", max_bytes)
-        try:
-            import filelock
-
-            self.folder = cache_folder() / "mi" if folder is None else Path(folder)
-        except ImportError as error:
-            raise _missing_extra(error, "DiskStore") from None
+        filelock = require("filelock", "cache", "DiskStore")
+        if folder is None:
+            require("platformdirs", "cache", "DiskStore without a folder")
+        self.folder = cache_folder() / "mi" if folder is None else Path(folder)
         self._lock = filelock.FileLock(self.folder / ".lock", timeout=0)
         self._busy = filelock.Timeout
         self._unchecked = self.max_bytes  # so the first write looks at what is already there
@@ -161,17 +159,11 @@ class RedisStore:
     def __init__(
         self, url: str, *, timeout: float = 0.05, lifetime: int = 7 * 24 * 3600, retry_after: float = 30.0
     ) -> None:
-        try:
-            import redis
-            from redis.backoff import NoBackoff
-            from redis.retry import Retry
-        except ImportError as error:
-            raise _missing_extra(error, "RedisStore") from None
+        redis = require("redis", "cache", "RedisStore")
+        once = require("redis.retry", "cache", "RedisStore").Retry(redis.backoff.NoBackoff(), 0)
         self.lifetime = _at_least_one("RedisStore", "lifetime", lifetime)
         self.retry_after = retry_after
-        self._client = redis.Redis.from_url(
-            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
-        )
+        self._client = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=once)
         self._error = redis.RedisError
         self._dead_until = 0.0
         self._say_once = _once(
@@ -211,10 +203,6 @@ def _once(message: str) -> Any:
             warnings.warn(f"{message} ({type(error).__name__}: {error})", stacklevel=2)
 
     return say
-
-
-def _missing_extra(error: ImportError, what: str) -> UnsupportedError:
-    return UnsupportedError([f"{error.name} is not installed: pip install 'mdmi-fast[cache]'"], what)
 
 
 def _at_least_one(owner: str, name: str, value: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mdmi_fast.errors import UnsupportedError
+from mdmi_fast.errors import require
 from mdmi_fast.estimator.evaluate import MOST_FALSE, RATIOS, TAUS, Evaluation
 from mdmi_fast.files import replace_file
 
@@ -25,15 +25,10 @@ def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        reason = "matplotlib is not installed: pip install 'mdmi-fast[plot]'"
-        raise UnsupportedError([reason], "plot_evaluation") from None
-
+    figures = require("matplotlib.figure", "plot", "plot_evaluation")
     splits = list(evaluation.reports)
     columns = max(3, len(splits))
-    figure = Figure(figsize=(4.2 * columns, 11), layout="constrained")
+    figure = figures.Figure(figsize=(4.2 * columns, 11), layout="constrained")
     figure.suptitle(evaluation.verdict)
     axes = figure.subplots(3, columns, squeeze=False)
     for axis in axes[0, len(splits) :]:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mdmi_fast.errors import require
 from mdmi_fast.files import replace_file
 from mdmi_fast.labels import masked_pairs
-from mdmi_fast.maps.mi import MIMap, check_tau, extra, strength
+from mdmi_fast.maps.mi import MIMap, check_tau, strength
 
 if TYPE_CHECKING:
     import networkx
@@ -36,7 +37,7 @@ def dependency_graph(
         ValueError: for shapes that do not fit, or a tau that is not a number of at least 0.
         UnsupportedError: networkx is not installed.
     """
-    networkx = extra("networkx", "dependency_graph")
+    networkx = require("networkx", "plot", "dependency_graph")
     check_tau("dependency_graph", tau)
     matrix = mi.mi if isinstance(mi, MIMap) else mi
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
@@ -74,7 +75,7 @@ def write_graph(graph: networkx.Graph, path: str | Path) -> None:
         ValueError: for another ending.
     """
     path = Path(path)
-    networkx = extra("networkx", "write_graph")
+    networkx = require("networkx", "plot", "write_graph")
     if path.suffix not in (".graphml", ".dot", ".json"):
         raise ValueError(f"write_graph: path must end in .graphml, .dot or .json, got {path.name}")
     with replace_file(path) as temporary:

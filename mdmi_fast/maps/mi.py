@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.decoding.policies import MISource, Step
 from mdmi_fast.decoding.policies.mutual_information import pairwise_mi
-from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.files import replace_file
 from mdmi_fast.labels import Form, label_mi, masked_pairs
 from mdmi_fast.models import MaskedModel
@@ -203,11 +201,3 @@ def check_tau(owner: str, tau: float) -> None:
     """Refuse a tau below 0 or NaN."""
     if not tau >= 0:
         raise ValueError(f"{owner}: tau must be at least 0 nats, got {tau}")
-
-
-def extra(package: str, what: str) -> Any:
-    """An optional package, or UnsupportedError that says how to get it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise UnsupportedError([f"{package} is not installed: pip install 'mdmi-fast[plot]'"], what) from None

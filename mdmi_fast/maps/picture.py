@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from mdmi_fast.errors import require
 from mdmi_fast.labels import masked_pairs
-from mdmi_fast.maps.mi import MIMap, check_tau, extra, strength
+from mdmi_fast.maps.mi import MIMap, check_tau, strength
 from mdmi_fast.maps.structure import StructureReport, compare_maps, compare_structure
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def draw_map(
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
-    extra("matplotlib", "draw_map")
+    require("matplotlib", "plot", "draw_map")
     from matplotlib.figure import Figure
 
     panels = 1 if expected is None else 2
@@ -139,7 +140,7 @@ def draw_arcs(
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
-    extra("matplotlib", "draw_arcs")
+    require("matplotlib", "plot", "draw_arcs")
     check_tau("draw_arcs", tau)
     from matplotlib.figure import Figure
     from matplotlib.patches import Arc
@@ -187,7 +188,7 @@ def draw_board(
         ValueError: if the map is not of 81 positions.
         UnsupportedError: matplotlib is not installed.
     """
-    extra("matplotlib", "draw_board")
+    require("matplotlib", "plot", "draw_board")
     check_tau("draw_board", tau)
     if len(mi.tokens) != 81:
         raise ValueError(f"draw_board: mi must be the map of 81 cells, got {len(mi.tokens)}")
@@ -238,7 +239,7 @@ def draw_comparison(first: MIMap, second: MIMap, *, title: str | None = None) ->
         ValueError: as `compare_maps`.
         UnsupportedError: matplotlib is not installed.
     """
-    extra("matplotlib", "draw_comparison")
+    require("matplotlib", "plot", "draw_comparison")
     report = compare_maps(first, second)
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.decoding import parse_policy
-from mdmi_fast.errors import UnsupportedError
+from mdmi_fast.errors import UnsupportedError, missing
 from mdmi_fast.service.dispatch import Dispatcher, Refused, StartError, Watcher
 from mdmi_fast.service.log import Level, Log
 from mdmi_fast.service.metrics import Metrics
@@ -33,20 +33,20 @@ _FAREWELL_SECONDS = 10.0
 _CONNECTIONS: dict[str, Any] = {"keepalive_timeout": 75.0, "auto_decompress": False, "access_log": None}
 """A connection may be without the head of a request so long; a body must come as it is; lines are written here."""
 _METHODS = {"/decode": ("POST",), "/health": ("GET", "HEAD"), "/metrics": ("GET", "HEAD")}
-_EXTRAS = {"aiohttp": "aiohttp", "prometheus_client": "prometheus-client"}
+_EXTRAS = ("aiohttp", "prometheus_client")
 _FIELDS = ("tokens", "policy", "temperature", "seed", "deadline_ms")
 
 
 def check_installed() -> None:
     """Raises UnsupportedError: what the service needs besides is not installed."""
-    missing = []
-    for module, package in _EXTRAS.items():
+    absent = []
+    for module in _EXTRAS:
         try:
             importlib.import_module(module)
         except ImportError:
-            missing.append(f"{package} is not installed: pip install 'mdmi-fast[service]'")
-    if missing:
-        raise UnsupportedError(missing, "the service")
+            absent.append(missing(module, "service"))
+    if absent:
+        raise UnsupportedError(absent, "the service")
 
 
 @dataclass

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from mdmi_fast.cache import Counts
-from mdmi_fast.errors import UnsupportedError
+from mdmi_fast.errors import require
 from mdmi_fast.watch.audit import CALIBRATION_EDGES
 from mdmi_fast.watch.guard import SIGNALS, Guard, read_state
 
@@ -43,7 +42,7 @@ class Collector:
     def __init__(
         self, *, guards: Mapping[str, Guard | Path] | None = None, caches: Mapping[str, Counted] | None = None
     ) -> None:
-        self._core = _extra("Collector", "prometheus_client.core")
+        self._core = require("prometheus_client.core", "metrics", "Collector")
         self._guards, self._caches = dict(guards or {}), dict(caches or {})
 
     def collect(self) -> Iterator[Any]:
@@ -154,7 +153,7 @@ def serve(collector: Collector, *, host: str = "127.0.0.1", port: int = 9464) ->
         UnsupportedError: prometheus-client is not installed.
         OSError: the port is taken.
     """
-    client = _extra("serve", "prometheus_client")
+    client = require("prometheus_client", "metrics", "serve")
     registry = client.CollectorRegistry()
     registry.register(collector)
     for own in (client.ProcessCollector, client.PlatformCollector):
@@ -178,10 +177,3 @@ def _filled(family: Any, values: Mapping[Any, float]) -> Any:
     for labels, value in values.items():
         family.add_metric(labels, value)
     return family
-
-
-def _extra(what: str, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        raise UnsupportedError(["prometheus-client is not installed: pip install 'mdmi-fast[metrics]'"], what) from None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import Tensor
 
 from mdmi_fast.decoding.policies import Policy
-from mdmi_fast.errors import UnsupportedError
+from mdmi_fast.errors import require
 from mdmi_fast.ops import Selection, TokenStats
 
 
@@ -24,12 +23,7 @@ class Traced:
     """
 
     def __init__(self, policy: Policy, tracer: Any = None) -> None:
-        try:
-            trace = importlib.import_module("opentelemetry.trace")
-        except ImportError:
-            raise UnsupportedError(
-                ["opentelemetry-api is not installed: pip install 'mdmi-fast[tracing]'"], "Traced"
-            ) from None
+        trace = require("opentelemetry.trace", "tracing", "Traced")
         self.policy = policy
         self._tracer = trace.get_tracer("mdmi_fast") if tracer is None else tracer
 

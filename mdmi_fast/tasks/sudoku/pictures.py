@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mdmi_fast.errors import UnsupportedError
+from mdmi_fast.errors import require
 from mdmi_fast.estimator import load_estimator
 from mdmi_fast.files import replace_file
 from mdmi_fast.maps import draw_map, mi_map
@@ -35,8 +34,7 @@ def draw_demo(rows: Sequence[Row], folder: Path) -> list[Path]:
     Raises:
         UnsupportedError: matplotlib is not installed.
     """
-    if find_spec("matplotlib") is None:
-        raise UnsupportedError(["pictures need matplotlib: pip install 'mdmi-fast[plot]'"])
+    require("matplotlib", "plot", "draw_demo")
     solving = [task for task in ("solve",) if any(row.task == task for row in rows)]
     sampling = [task for task in ("generate", "complete") if any(row.task == task for row in rows)]
     paths = []
