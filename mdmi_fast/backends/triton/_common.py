@@ -21,7 +21,7 @@ LOWEST = tl.constexpr(-1e30)
 
 
 class Tile(NamedTuple):
-    """How a kernel is compiled beyond what its arguments say; the table of pair tiles is in `_launches`."""
+    """How a kernel is compiled beyond what its arguments say; the table of pair tiles is `tiles`."""
 
     warps: int
     stages: int = 1

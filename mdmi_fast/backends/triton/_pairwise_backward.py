@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mdmi_fast.backends.triton import _common, _launches
+from mdmi_fast.backends.triton import _common
 from mdmi_fast.backends.triton._common import dot, rounded
-from mdmi_fast.backends.triton._launches import PairTile
 from mdmi_fast.backends.triton._pairwise_forward import (
     Half,
     Network,
@@ -25,6 +24,8 @@ from mdmi_fast.backends.triton._pairwise_forward import (
     load_vector,
     load_weights,
 )
+from mdmi_fast.backends.triton.tiles import GRADIENT_INPUTS, PairTile
+from mdmi_fast.backends.triton.tuner import tuner
 
 MOST_LAYERS = 1
 
@@ -255,7 +256,7 @@ def _half_gradient(network: Network, own: Side, other: Side, scores: _Scores, co
         )
         return dx.sum(0)
 
-    return run(_launches.pair_tile("backward", x.device, network.precision, network.widths, run))
+    return run(tuner.tile("backward", x.device, network.precision, network.widths, run))
 
 
 def _weight_gradients(network: Network, left: Side, right: Side, scores: _Scores, combine: str) -> list[Tensor]:
@@ -266,7 +267,7 @@ def _weight_gradients(network: Network, left: Side, right: Side, scores: _Scores
     def run(tile: PairTile) -> list[Tensor]:
         n_tiles = x.shape[0] * triton.cdiv(x.shape[1], tile.i) * triton.cdiv(y.shape[1], tile.j)
         n_parts = min(_WEIGHT_PARTS, n_tiles)
-        net, block_m = network.net(tile, combine), block(h1, _launches.GRADIENT_INPUTS)
+        net, block_m = network.net(tile, combine), block(h1, GRADIENT_INPUTS)
         layers = network.layers._replace(b_out=None)
         d_layers = layers._make(
             None if t is None else torch.empty((n_parts, *t.shape), device=x.device) for t in layers
@@ -290,7 +291,7 @@ def _weight_gradients(network: Network, left: Side, right: Side, scores: _Scores
         )
         return [parts.sum(0) for parts in d_layers if parts is not None]
 
-    return run(_launches.pair_tile("weights", x.device, network.precision, network.widths, run))
+    return run(tuner.tile("weights", x.device, network.precision, network.widths, run))
 
 
 def gradients(

@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor
 
 from mdmi_fast.backends.calls import PairCall, PairNetwork
-from mdmi_fast.backends.triton import _common, _launches
+from mdmi_fast.backends.triton import _common
 from mdmi_fast.backends.triton._common import INTERPRETED, dot, relu, rounded
-from mdmi_fast.backends.triton._launches import PairTile
+from mdmi_fast.backends.triton.tiles import PairTile
+from mdmi_fast.backends.triton.tuner import tuner
 
 MOST_LAYERS = 2
 
@@ -441,5 +442,5 @@ def score(call: PairCall, network: Network) -> Tensor:
             BAND=window is not None,
         )
 
-    run(_launches.pair_tile("forward", u.device, network.precision, network.widths, run))
+    run(tuner.tile("forward", u.device, network.precision, network.widths, run))
     return result
