@@ -97,7 +97,7 @@ def test_another_triton_compiles_the_same_kernels() -> None:
         pytest.skip("MDMI_OTHER_TRITON is not set")
     code = """
 import triton
-from mdmi_fast.backends.triton X
+from benchmarks import kernel_cases, offline
 calls = {"gfx942": [lambda: kernel_cases.scores((256, 128))],
          "sm_90": [lambda: kernel_cases.scores((256, 128)), lambda: kernel_cases.gradients((64, 64)), lambda: kernel_cases.gradients((64, 64, 32)),
                    lambda: kernel_cases.token_statistics(33), lambda: kernel_cases.selections(64), lambda: kernel_cases.head_statistics(256, 64)]}

@@ -8,20 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from mdmi_fast.backends.triton import _common
-from mdmi_fast.backends.triton._common import matrix_product, matrix_tile, relu, rounded
+from mdmi_fast.backends.triton._common import Matrix, matrix_product, matrix_tile, relu, rounded
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _dense_kernel(
     x_ptr,
-    w_ptr,
+    w,
     b_ptr,
     gate_ptr,
     live_ptr,
     out_ptr,
     n_rows,
-    w_k,
-    w_column,
     D: tl.constexpr,
     N_OUT: tl.constexpr,
     RELU: tl.constexpr,
@@ -39,20 +37,8 @@ def _dense_kernel(
     if live_ptr is not None:  # noqa: SIM102 - Triton evaluates both sides of an `and`
         if tl.max(tl.load(live_ptr + row, mask=row < n_rows, other=0).to(tl.int32)) == 0:
             return
-    acc = matrix_product(
-        x_ptr + row[:, None] * D,
-        row < n_rows,
-        w_ptr + columns[None, :] * w_column,
-        columns < N_OUT,
-        1,
-        w_k,
-        D,
-        OPERAND,
-        PRECISION,
-        ROWS,
-        COLUMNS,
-        BLOCK_K,
-    )
+    w_ptrs = w.ptr + columns * w.column
+    acc = matrix_product(x_ptr + row * D, row < n_rows, w_ptrs, columns < N_OUT, w.row, D, OPERAND, PRECISION, BLOCK_K)
     inside = (row < n_rows)[:, None] & (columns < N_OUT)[None, :]
     place = row[:, None] * N_OUT + columns[None, :]
     if b_ptr is not None:
@@ -96,13 +82,12 @@ def dense(
         triton.cdiv(n_rows, tile.rows) * triton.cdiv(n_out, tile.columns),
         tile.tile,
         x,
-        weight,
+        Matrix(weight, *weight.stride()),
         bias,
         gate,
         live,
         out,
         n_rows,
-        *weight.stride(),
         D=d,
         N_OUT=n_out,
         RELU=relu,
