@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mdmi_fast.backends.calls import PairNetwork
 from mdmi_fast.backends.triton import _common
 from mdmi_fast.backends.triton._common import dot
-from mdmi_fast.backends.triton._pairwise_forward import Network
+from mdmi_fast.backends.triton._pairwise_network import Network
 from mdmi_fast.backends.triton.mlp import dense
 
 SCRATCH = 1 << 25
@@ -163,8 +164,8 @@ def score(network: Network, u: Tensor, v: Tensor, keep: Tensor, window: int | No
 
 def gradients(
     network: Network, u: Tensor, v: Tensor, e: Tensor, window: int | None, combine: str
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """From e at f, those of u, of v, and of the network's weights, biases and w_out in turn; all float32."""
+) -> tuple[Tensor, Tensor, PairNetwork]:
+    """From e at f, those of u, of v, and of the network; all float32."""
     d_weights = [torch.zeros_like(w, dtype=torch.float32) for w in network.weights]
     d_biases, d_w_out = [torch.zeros_like(b) for b in network.biases], torch.zeros_like(network.w_out)
     du, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (u, v))
@@ -190,4 +191,4 @@ def gradients(
         else:
             du[at.b, at.i] += (dz * v_here.unsqueeze(1)).sum(2)
             dv[at.b, at.j] += (dz * u_here.unsqueeze(2)).sum(1)
-    return du, dv, [*d_weights, *d_biases, d_w_out]
+    return du, dv, PairNetwork(d_weights, d_biases, d_w_out, e.sum())
