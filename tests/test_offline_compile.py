@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -90,33 +91,45 @@ def test_every_kernel_compiles_with_its_scalars_equal_to_1() -> None:
     assert {"_pairwise_mlp_bwd_half_kernel", "_weight_gradient_kernel"} <= names
 
 
+@pytest.mark.parametrize("beyond", [0, 1], ids=["in one piece", "cut out"])
+def test_sizes_and_strides_that_differ_from_call_to_call_compile_no_second_kernel(beyond: int) -> None:
+    """Also where they are 1 or multiples of 16, which Triton would compile in."""
+    sizes = (2, 5, 15, 16, 17, 31, 32) if beyond else (1, 5, 16, 17, 32)
+    with offline.recorded("sm_90") as launches:
+        kernel_cases.every_kernel(7, 3, beyond)
+        first = Counter(launch.name for launch in offline.distinct(launches))
+        for n in sizes:
+            for k in (1, 5, 16):
+                kernel_cases.every_kernel(n, k, beyond)
+    assert Counter(launch.name for launch in offline.distinct(launches)) == first
+    sources = [path.read_text() for path in Path(select.__file__).parent.glob("*.py")]
+    assert first.keys() == {
+        name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)
+    }
+
+
 def test_another_triton_compiles_the_same_kernels() -> None:
     """MDMI_OTHER_TRITON names a folder where another version of Triton is installed (`pip install --target`)."""
     folder = os.environ.get("MDMI_OTHER_TRITON")
     if not folder:
         pytest.skip("MDMI_OTHER_TRITON is not set")
-    code = """
-import triton
-from benchmarks import kernel_cases, offline
-calls = {"gfx942": [lambda: kernel_cases.scores((256, 128))],
-         "sm_90": [lambda: kernel_cases.scores((256, 128)), lambda: kernel_cases.gradients((64, 64)), lambda: kernel_cases.gradients((64, 64, 32)),
-                   lambda: kernel_cases.token_statistics(33), lambda: kernel_cases.selections(64), lambda: kernel_cases.head_statistics(256, 64)]}
-for target in calls:
-    with offline.recorded(target) as launches:
-        for call in calls[target]:
-            call()
-    for launch in offline.distinct(launches):
-        code = offline.read(offline.compiled(launch), target)
-        assert code.spilled == 0, (target, launch.name, code)
-        assert code.tensor_core or "pairwise" not in launch.name, (target, launch.name)
-print(triton.__version__)
-"""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([folder, str(ROOT)])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    del environment["MDMI_OTHER_TRITON"]
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        return done.stdout
+
     import triton
 
-    assert done.stdout.strip() != triton.__version__
+    assert run("-c", "import triton; print(triton.__version__)").strip() != triton.__version__
+    kinds = (
+        "no_second_kernel or (tensor_cores and (sm_90 or gfx942)) or typical or head or deep or without_a_mask or split"
+    )
+    run("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", kinds)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ _WEIGHT_PARTS = 32
 # --- what kernels take
 
 
-class Positions(NamedTuple):
+class Lists(NamedTuple):
     """Lists of left and of right positions [B, n], None for all, how many there are, and in how many tiles.
 
     The numbers are `varying`.
@@ -104,7 +104,7 @@ def _through_halves(dz, left, right, ADD: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_batch", "tiles_each"])
 def _pairwise_mlp_bwd_half_kernel(
-    x, y, layers, positions, e, dx_ptr, n_batch, tiles_each, NET: tl.constexpr, BAND: tl.constexpr
+    x, y, layers, lists, e, dx_ptr, n_batch, tiles_each, NET: tl.constexpr, BAND: tl.constexpr
 ):
     """dx [part, b, position, H1] of BLOCK_I left positions, from the part's tiles_each tiles of right positions."""
     BLOCK_I: tl.constexpr = NET.BLOCK_I
@@ -112,19 +112,19 @@ def _pairwise_mlp_bwd_half_kernel(
     BLOCK_K: tl.constexpr = NET.BLOCK_K
     PRECISION: tl.constexpr = NET.PRECISION
     N_CHUNKS: tl.constexpr = triton.next_power_of_2((NET.H1 + BLOCK_K - 1) // BLOCK_K)
-    n_left, n_right = actual(positions.n_left), actual(positions.n_right)
-    tiles_i, tiles_j = actual(positions.tiles_i), actual(positions.tiles_j)
+    n_left, n_right = actual(lists.n_left), actual(lists.n_right)
+    tiles_i, tiles_j = actual(lists.tiles_i), actual(lists.tiles_j)
     program = tl.program_id(0)
     part = program // (n_batch * tiles_i)
     b = (program // tiles_i % n_batch).to(tl.int64)
     place = program % tiles_i * BLOCK_I + tl.arange(0, BLOCK_I)
-    left = _listed(positions.left, b, place, n_left)
+    left = _listed(lists.left, b, place, n_left)
     x_b, y_b = of_sequence(x, b), of_sequence(y, b)
     chunks = tl.arange(0, N_CHUNKS)
     dx = tl.zeros((BLOCK_I, N_CHUNKS, BLOCK_K), tl.float32)  # held in registers, the chunks of H1 side by side
     first_tile = part * tiles_each
     for tile in range(first_tile, tl.minimum(first_tile + tiles_each, tiles_j)):
-        right = _listed(positions.right, b, tile * BLOCK_J + tl.arange(0, BLOCK_J), n_right)
+        right = _listed(lists.right, b, tile * BLOCK_J + tl.arange(0, BLOCK_J), n_right)
         e_here = _load_e(e, b, left, right, BAND)
         if tl.max((e_here != 0).to(tl.int32)) > 0:
             e_pairs = tl.reshape(e_here, (BLOCK_I * BLOCK_J,))[:, None]
@@ -154,7 +154,7 @@ def _pairwise_mlp_bwd_weights_kernel(
     x,
     y,
     layers,
-    positions,
+    lists,
     e,
     d_layers,
     n_tiles,
@@ -172,7 +172,7 @@ def _pairwise_mlp_bwd_weights_kernel(
     BLOCK_N: tl.constexpr = NET.BLOCK_N
     PRECISION: tl.constexpr = NET.PRECISION
     N_BLOCKS: tl.constexpr = (NET.H1 + BLOCK_M - 1) // BLOCK_M
-    tiles_i, tiles_j = actual(positions.tiles_i), actual(positions.tiles_j)
+    tiles_i, tiles_j = actual(lists.tiles_i), actual(lists.tiles_j)
     part = tl.program_id(0) % n_parts
     tile_of_matrix = tl.program_id(0) // n_parts
     rows = tile_of_matrix % N_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -184,8 +184,8 @@ def _pairwise_mlp_bwd_weights_kernel(
         b = tl.cast(tile // (tiles_i * tiles_j), tl.int64)
         place_i = tile // tiles_j % tiles_i * BLOCK_I + tl.arange(0, BLOCK_I)
         place_j = tile % tiles_j * BLOCK_J + tl.arange(0, BLOCK_J)
-        left = _listed(positions.left, b, place_i, actual(positions.n_left))
-        right = _listed(positions.right, b, place_j, actual(positions.n_right))
+        left = _listed(lists.left, b, place_i, actual(lists.n_left))
+        right = _listed(lists.right, b, place_j, actual(lists.n_right))
         e_here = _load_e(e, b, left, right, BAND)
         if tl.max((e_here != 0).to(tl.int32)) > 0:
             e_pairs = tl.reshape(e_here, (BLOCK_I * BLOCK_J,))[:, None]
@@ -247,10 +247,10 @@ class _Task(NamedTuple):
         return {"NET": self.network.net(tile, self.combine), "BAND": self.window is not None}
 
 
-def _positions_of(left: Side, right: Side, tile: PairTile) -> Positions:
+def _lists_of(left: Side, right: Side, tile: PairTile) -> Lists:
     n_left, n_right = left.x.shape[1], right.x.shape[1]
     numbers = (n_left, n_right, triton.cdiv(n_left, tile.i), triton.cdiv(n_right, tile.j))
-    return Positions(left.positions, right.positions, *map(varying, numbers))
+    return Lists(left.positions, right.positions, *map(varying, numbers))
 
 
 def _half_gradient(task: _Task, own: Side, other: Side, slopes: Slopes) -> Tensor:
@@ -268,7 +268,7 @@ def _half_gradient(task: _Task, own: Side, other: Side, slopes: Slopes) -> Tenso
             half_of(x),
             half_of(y),
             network.layers,
-            _positions_of(own, other, tile),
+            _lists_of(own, other, tile),
             slopes,
             dx,
             x.shape[0],
@@ -298,7 +298,7 @@ def _weight_gradients(task: _Task, left: Side, right: Side) -> Layers:
             half_of(x),
             half_of(y),
             network.layers,
-            _positions_of(left, right, tile),
+            _lists_of(left, right, tile),
             task.slopes,
             d_layers,
             n_tiles,

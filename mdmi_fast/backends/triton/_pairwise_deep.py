@@ -17,7 +17,7 @@ from mdmi_fast.backends.calls import PairNetwork
 from mdmi_fast.backends.triton import _common
 from mdmi_fast.backends.triton._common import dot
 from mdmi_fast.backends.triton._pairwise_network import Network
-from mdmi_fast.backends.triton.mlp import dense
+from mdmi_fast.backends.triton.mlp import Finish, dense
 
 SCRATCH = 1 << 25
 """Activations, of all layers together, that are held at a time; 64 MiB of them in half precision."""
@@ -148,7 +148,8 @@ def _activations(network: Network, u: Tensor, v: Tensor, live: Tensor, combine: 
     z = [z0.to(network.operand).flatten(0, 2)]
     for layer, (weight, bias) in enumerate(zip(network.weights, network.biases, strict=True), 1):
         dtype = torch.float32 if layer == len(network.weights) else network.operand
-        z.append(dense(z[-1], weight, bias, relu=True, live=live, dtype=dtype, precision=network.input_precision))
+        finish = Finish(bias, relu=True, dtype=dtype)
+        z.append(dense(z[-1], weight, finish, live=live, precision=network.input_precision))
     return z
 
 
@@ -183,7 +184,7 @@ def gradients(
             dz = dz.to(network.operand)
             d_weights[layer] += _weight_gradient(z, dz, live, network.input_precision)
             gate = None if layer == 0 and combine == "mul" else z  # every other input went through a relu
-            dz = dense(dz, weight.T, None, gate=gate, live=live, precision=network.input_precision)
+            dz = dense(dz, weight.T, Finish(gate=gate), live=live, precision=network.input_precision)
         dz = dz.view(*live.shape, -1)
         if combine == "add":
             du[at.b, at.i] += dz.sum(2)

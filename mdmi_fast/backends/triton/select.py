@@ -30,10 +30,11 @@ _CHECKED_ROWS, _CHECKED_COLUMNS = 8, 256
 
 def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
     """Why this backend cannot run a call."""
-    n = tensors[0].shape[1]
+    first, *halves = tensors
+    n = first.shape[1]
     reasons = [] if n <= MOST_POSITIONS else [f"selects among at most {MOST_POSITIONS} positions, got {n}"]
     if op == "score_and_select":
-        reasons += pairwise_refusals("pairwise_mlp", tensors[1:], precision)
+        reasons += pairwise_refusals("pairwise_mlp", halves, precision)
     return reasons
 
 

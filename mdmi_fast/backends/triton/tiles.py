@@ -69,10 +69,11 @@ def is_half(precision: str) -> bool:
 
 def kind_of(direction: str, precision: str, widths: tuple[int, int, int]) -> str:
     """What the table calls a network of widths H1, H2 and H3, 0 where there is no such layer."""
+    _, h2, h3 = widths
     kind = "half" if is_half(precision) else precision
-    if widths[2]:
+    if h3:
         return f"{kind}, two layers"
-    narrow = direction == "forward" and kind == "half" and widths[1] <= 128
+    narrow = direction == "forward" and kind == "half" and h2 <= 128
     return f"{kind}, narrow" if narrow else kind
 
 

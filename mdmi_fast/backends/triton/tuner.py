@@ -99,7 +99,7 @@ class Tuner:
             return self._forced
         kind = tiles.kind_of(direction, precision, widths)
         if self.found or self._measuring:
-            key = f"{_card(device)}: {direction}, {kind}, {widths[0]}/{widths[1]}/{widths[2]}"
+            key = f"{_card(device)}: {direction}, {kind}, {'/'.join(map(str, widths))}"
             if self._measuring and key not in self.found:
                 candidates = CANDIDATES["half" if tiles.is_half(precision) else "single"]
                 self.found[key] = _fastest(device, candidates, run)
@@ -113,7 +113,7 @@ class Tuner:
             self.found[key] = PairTile(*sizes, Tile(warps, stages))
 
     def save(self, path: Path) -> None:
-        rows = {key: [*tile[:4], tile.tile.warps, tile.tile.stages] for key, tile in sorted(self.found.items())}
+        rows = {key: [t.i, t.j, t.k, t.n, t.tile.warps, t.tile.stages] for key, t in sorted(self.found.items())}
         with replace_file(path) as temporary:
             temporary.write_text(json.dumps(rows, indent=1) + "\n")
 
