@@ -159,7 +159,7 @@ def _sass(text: str) -> list[tuple[int, str, int | None]]:
 def _gcn(text: str) -> list[tuple[int, str, int | None]]:
     labels: dict[str, int] = {}
     lines: list[tuple[str, str]] = []
-    for line in text.split("s_endpgm")[0].splitlines():
+    for line in text.split(".Lfunc_end0:")[0].splitlines():
         if label := re.match(r"^(\.L\w+):", line):
             labels[label[1]] = len(lines)
         elif (found := _GCN.match(line)) and not found[1].startswith("."):

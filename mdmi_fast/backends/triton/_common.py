@@ -115,7 +115,7 @@ def row_strides(x: Tensor) -> tuple[int, int]:
 
 
 class View(NamedTuple):
-    """A view [outer, inner, ...] as kernels take it: the tensor and its strides, of K alternatives and of V where it has them.
+    """A view [outer, inner, ...] as kernels take it: the tensor and its strides, 0 where it has no alternatives or no V.
 
     outer and k are `varying`; the others belong to a model and may be compiled in.
     """
@@ -131,7 +131,7 @@ def view_of(x: Tensor, dims: str) -> View:
     """Of a tensor [outer, inner, *dims]; dims are "v", "k" or "kv"."""
     outer, inner = row_strides(x)
     strides = dict(zip(dims, x.stride()[2:], strict=True))
-    return View(x, varying(outer), inner, varying(strides.get("k", 0)), strides.get("v"))
+    return View(x, varying(outer), inner, varying(strides.get("k", 0)), strides.get("v", 0))
 
 
 class Sizes(NamedTuple):

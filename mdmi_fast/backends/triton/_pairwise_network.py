@@ -71,7 +71,7 @@ class Net:
 @triton.jit
 def of_sequence(half, b):
     """The half of sequence b."""
-    return Half(half.ptr + b * actual(half.batch), None, half.row)
+    return Half(half.ptr + b * actual(half.batch), half.batch, half.row)
 
 
 @triton.jit
