@@ -19,9 +19,10 @@ from typing import Any
 
 import triton
 
-from mdmi_fast.backends.triton import _cases, _launches, _offline
+from benchmarks import kernel_cases, offline
 from mdmi_fast.backends.triton._common import Tile
-from mdmi_fast.backends.triton._launches import PairTile
+from mdmi_fast.backends.triton.tiles import PairTile
+from mdmi_fast.backends.triton.tuner import tuner
 from mdmi_fast.files import replace_file
 
 RESULTS = Path(__file__).parent / "results"
@@ -62,10 +63,10 @@ def loop_flop(loop: dict[str, int], warps: int, tile_flop: float) -> float:
     return flop or tile_flop
 
 
-def described(target: str, case: str, launch: _offline.Launch, code: _offline.Code) -> dict[str, Any]:
+def described(target: str, case: str, launch: offline.Launch, code: offline.Code) -> dict[str, Any]:
     """A row of the table."""
     net, warps = launch.constants.get("NET"), launch.tile.warps
-    in_loop = sum(n for name, n in code.loop.items() if _offline.is_product(name, target))
+    in_loop = sum(n for name, n in code.loop.items() if offline.is_product(name, target))
     row = {
         "triton": triton.__version__,
         "target": target,
@@ -102,25 +103,25 @@ def rows(targets: list[str], variants: bool) -> Iterator[dict[str, Any]]:
     for target in targets:
         if variants:
             for widths in NETWORKS:
-                launches: list[_offline.Launch] = []
+                launches: list[offline.Launch] = []
                 for *sizes, warps, stages in VARIANTS:
                     tile = PairTile(*sizes, Tile(warps, stages))
-                    with _offline.recorded(target) as found, _launches.forced(tile):
-                        _cases.scores(widths)
+                    with offline.recorded(target) as found, tuner.forced(tile):
+                        kernel_cases.scores(widths)
                     launches += found  # 128 outputs are all of a narrow network: some of its variants are one
                 yield from compiled(target, "/".join(map(str, widths)), launches)
             continue
-        for size, cases in _cases.CASES.items():
+        for size, cases in kernel_cases.CASES.items():
             for case, call in cases.items():
-                with _offline.recorded(target) as launches:
+                with offline.recorded(target) as launches:
                     call()
                 yield from compiled(target, f"{size} {case}", launches)
 
 
-def compiled(target: str, case: str, launches: list[_offline.Launch]) -> Iterator[dict[str, Any]]:
-    for launch in _offline.distinct(launches):
+def compiled(target: str, case: str, launches: list[offline.Launch]) -> Iterator[dict[str, Any]]:
+    for launch in offline.distinct(launches):
         try:
-            code = _offline.read(_offline.compiled(launch, target), target)
+            code = offline.read(offline.compiled(launch), target)
         except triton.CompilationError as error:
             raise SystemExit(f"{target} {case} {launch.name}: {error}") from error
         yield described(target, case, launch, code)
@@ -129,12 +130,12 @@ def compiled(target: str, case: str, launches: list[_offline.Launch]) -> Iterato
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", action="store_true", help="compile the alternatives of the pair kernel")
-    parser.add_argument("--target", action="append", choices=list(_offline.TARGETS), help="default: all")
+    parser.add_argument("--target", action="append", choices=list(offline.TARGETS), help="default: all")
     parser.add_argument("--output", type=Path, help="default: benchmarks/results/triton_{static,variants}.csv")
     options = parser.parse_args()
     output = options.output or RESULTS / f"triton_{'variants' if options.variants else 'static'}.csv"
     table = []
-    for row in rows(options.target or list(_offline.TARGETS), options.variants):
+    for row in rows(options.target or list(offline.TARGETS), options.variants):
         table.append(row)
         short = {k: v for k, v in row.items() if v != "" and k not in ("triton", "mix")}
         print("  ".join(f"{k} {v}" for k, v in short.items()), flush=True)

@@ -33,15 +33,15 @@ def tune(*, cache: str | Path) -> Iterator[None]:
     Numerics:
         Sums may be added up in another order than with the built-in choices, within the same bounds.
     """
-    from mdmi_fast.backends.triton import _launches
+    from mdmi_fast.backends.triton.tuner import tuner
 
     path = Path(cache)
     if path.exists():
-        _launches.load(path)
-    with _launches.measured():
+        tuner.load(path)
+    with tuner.measured():
         yield
     try:
-        _launches.save(path)
+        tuner.save(path)
     except OSError as error:
         warnings.warn(f"mdmi_fast: choices are kept in memory only, {path} cannot be written ({error})", stacklevel=3)
 

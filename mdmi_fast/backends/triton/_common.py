@@ -1,10 +1,10 @@
-"""What the kernels share: launching, views of rows, and the device functions of row statistics and products.
+"""What the kernels share: launching, what their arguments are, and the device functions of row statistics and products.
 
 Kernel files do without `from __future__ import annotations`: Triton reads the annotations of a kernel as objects.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,7 +21,7 @@ LOWEST = tl.constexpr(-1e30)
 
 
 class Tile(NamedTuple):
-    """How a kernel is compiled beyond what its arguments say; the table of pair tiles is in `_launches`."""
+    """How a kernel is compiled beyond what its arguments say; the table of pair tiles is `tiles`."""
 
     warps: int
     stages: int = 1
@@ -45,6 +45,21 @@ def target_name(device: torch.device) -> str:
         return "gfx942"
     major, _ = torch.cuda.get_device_capability(device)
     return {8: "sm_80", 9: "sm_90"}.get(major, "sm_100" if major >= 10 else "sm_80")
+
+
+def varying(n: int) -> int:
+    """A size or stride that differs from call to call, as a member of a tuple that a kernel takes; `actual` gives n back.
+
+    Triton compiles a kernel anew for a member that is 1 and for one that is a multiple of 16, and `do_not_specialize` does not
+    reach into tuples. A negative odd number is neither.
+    """
+    return ~(2 * n)
+
+
+@triton.jit
+def actual(member):
+    """What `varying` was given."""
+    return ~member >> 1
 
 
 # --- rows: tensors [..., V] whose leading dimensions have any strides
@@ -99,11 +114,71 @@ def row_strides(x: Tensor) -> tuple[int, int]:
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:2], x.stride()[:2], strict=True))
 
 
+class View(NamedTuple):
+    """A view [outer, inner, ...] as kernels take it: the tensor and its strides, 0 where it has no alternatives or no V.
+
+    outer and k are `varying`; the others belong to a model and may be compiled in.
+    """
+
+    ptr: Any
+    outer: Any
+    inner: Any
+    k: Any
+    v: Any
+
+
+def view_of(x: Tensor, dims: str) -> View:
+    """Of a tensor [outer, inner, *dims]; dims are "v", "k" or "kv"."""
+    outer, inner = row_strides(x)
+    strides = dict(zip(dims, x.stride()[2:], strict=True))
+    return View(x, varying(outer), inner, varying(strides.get("k", 0)), strides.get("v", 0))
+
+
+class Sizes(NamedTuple):
+    """Of the rows of a launch: outer times inner of them, each of n_parts alternatives or shared by n_parts programs, and V.
+
+    All but n_v are `varying`.
+    """
+
+    n_rows: Any
+    n_inner: Any
+    n_parts: Any
+    n_v: Any
+
+
+def sizes_of(x: Tensor, n_parts: int) -> Sizes:
+    """Of a view [outer, inner, ..., V]."""
+    outer, inner = x.shape[:2]
+    return Sizes(varying(outer * inner), varying(inner), varying(n_parts), x.shape[-1])
+
+
 @triton.jit
-def row_offset(row, n_inner, stride_outer, stride_inner):
-    """Offsets of rows of a view [outer, inner, ...]; there are less than 2^31 of them, and 64-bit division is a subroutine."""
+def part_of_program(sizes):
+    """The block of rows, and the part of them, of a program where every part has one."""
+    n_parts = actual(sizes.n_parts)
+    return tl.program_id(0) // n_parts, tl.program_id(0) % n_parts
+
+
+@triton.jit
+def rows_of_block(block, sizes, ROWS: tl.constexpr):
+    """Rows [ROWS] of a block, and which of them there are."""
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return row, row < actual(sizes.n_rows)
+
+
+@triton.jit
+def row_ptrs(view, row, sizes):
+    """Where rows of a view start; there are less than 2^31 of them, and 64-bit division is a subroutine."""
     row = row.to(tl.int32)
-    return (row // n_inner).to(tl.int64) * stride_outer + (row % n_inner).to(tl.int64) * stride_inner
+    n_inner = actual(sizes.n_inner)
+    outer, inner = (row // n_inner).to(tl.int64), (row % n_inner).to(tl.int64)
+    return view.ptr + outer * actual(view.outer) + inner * view.inner
+
+
+@triton.jit
+def part_ptrs(ptr, field, part, row, sizes):
+    """Where a part of rows keeps a field, in scratch [field, part, row]."""
+    return ptr + (field * actual(sizes.n_parts) + part).to(tl.int64) * actual(sizes.n_rows) + row
 
 
 # --- products
@@ -155,29 +230,34 @@ def matrix_tile(x: Tensor, w: Tensor) -> tuple[MatrixTile, tl.dtype]:
     return _MATRIX[half], operand
 
 
+class Matrix(NamedTuple):
+    """A matrix as kernels take it, of a model: the tensor and its strides."""
+
+    ptr: Any
+    row: Any
+    column: Any
+
+
 @triton.jit
 def matrix_product(
     x_ptrs,
     x_inside,
     w_ptrs,
     w_inside,
-    x_k,
     w_k,
     D: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Rows at x_ptrs [ROWS, 1] times columns at w_ptrs [1, COLUMNS], both with D entries x_k and w_k apart, in float32."""
-    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    """Rows at x_ptrs [R] times columns at w_ptrs [C], of D entries each, those of a column w_k apart; [R, C] in float32."""
+    acc = tl.zeros((x_ptrs.shape[0], w_ptrs.shape[0]), tl.float32)
     for start in range(0, D, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         x_here = x_inside[:, None] & (k < D)[None, :]
         w_here = w_inside[None, :] & (k < D)[:, None]
-        x = tl.load(x_ptrs + k.to(tl.int64)[None, :] * x_k, mask=x_here, other=0.0)
-        w = tl.load(w_ptrs + k.to(tl.int64)[:, None] * w_k, mask=w_here, other=0.0)
+        x = tl.load(x_ptrs[:, None] + k.to(tl.int64)[None, :], mask=x_here, other=0.0)
+        w = tl.load(w_ptrs[None, :] + k.to(tl.int64)[:, None] * w_k, mask=w_here, other=0.0)
         acc = dot(x.to(OPERAND), w.to(OPERAND), acc, PRECISION)
     return acc
 

@@ -4,27 +4,31 @@ order, without atomics.
 e_ij is the gradient at f_ij before activation and symmetry, 0 where there is no pair.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mdmi_fast.backends.triton import _common, _launches
-from mdmi_fast.backends.triton._common import dot, rounded
-from mdmi_fast.backends.triton._launches import PairTile
-from mdmi_fast.backends.triton._pairwise_forward import (
-    Half,
+from mdmi_fast.backends.calls import PairNetwork
+from mdmi_fast.backends.triton import _common
+from mdmi_fast.backends.triton._common import actual, dot, rounded, varying
+from mdmi_fast.backends.triton._pairwise_network import (
+    Layers,
     Network,
     block,
     combined,
     first_layer,
-    listed,
+    half_of,
     load_half,
     load_vector,
     load_weights,
+    of_sequence,
 )
+from mdmi_fast.backends.triton._pairwise_positions import listed
+from mdmi_fast.backends.triton.tiles import GRADIENT_INPUTS, PairTile
+from mdmi_fast.backends.triton.tuner import tuner
 
 MOST_LAYERS = 1
 
@@ -34,13 +38,50 @@ _MOST_PARTS = 4
 _WEIGHT_PARTS = 32
 
 
+# --- what kernels take
+
+
+class Lists(NamedTuple):
+    """Lists of left and of right positions [B, n], None for all, how many there are, and in how many tiles.
+
+    The numbers are `varying`.
+    """
+
+    left: Any
+    right: Any
+    n_left: Any
+    n_right: Any
+    tiles_i: Any
+    tiles_j: Any
+
+
+class Slopes(NamedTuple):
+    """e, from the place of pair (0, 0) on: strides of sequences, left and right positions, and the window, 0 if there is none.
+
+    All but the tensor are `varying`.
+    """
+
+    ptr: Any
+    batch: Any
+    i: Any
+    j: Any
+    window: Any
+
+
 @triton.jit
-def _load_e(e_ptr, left, right, e_i, e_j, window, BAND: tl.constexpr):
-    """e [I, J] of positions left and right."""
+def _listed(list_ptr, b, place, n_list):
+    """Positions of sequence b at some places of its list."""
+    return listed(list_ptr if list_ptr is None else list_ptr + b * n_list, place, n_list)
+
+
+@triton.jit
+def _load_e(e, b, left, right, BAND: tl.constexpr):
+    """e [I, J] of positions left and right of sequence b."""
     keep = (left >= 0)[:, None] & (right >= 0)[None, :]
     if BAND:
-        keep &= tl.abs(left[:, None] - right[None, :]) <= window
-    return tl.load(e_ptr + left.to(tl.int64)[:, None] * e_i + right.to(tl.int64)[None, :] * e_j, mask=keep, other=0.0)
+        keep &= tl.abs(left[:, None] - right[None, :]) <= actual(e.window)
+    place = left.to(tl.int64)[:, None] * actual(e.i) + right.to(tl.int64)[None, :] * actual(e.j)
+    return tl.load(e.ptr + b * actual(e.batch) + place, mask=keep, other=0.0)
 
 
 @triton.jit
@@ -58,32 +99,12 @@ def _through_halves(dz, left, right, ADD: tl.constexpr):
     return tl.sum(tl.where(left + right > 0, dz, 0.0) if ADD else dz * right, 1)
 
 
-_VARYING = ["n_left", "n_right", "tiles_i", "tiles_j", "window", "x_batch", "y_batch", "e_batch", "e_i", "e_j"]
+# --- kernels
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "n_batch", "tiles_each"])
+@triton.jit(do_not_specialize=["n_batch", "tiles_each"])
 def _pairwise_mlp_bwd_half_kernel(
-    x,
-    y,
-    layers,
-    left_ptr,
-    right_ptr,
-    e_ptr,
-    dx_ptr,
-    n_left,
-    n_right,
-    tiles_i,
-    tiles_j,
-    window,
-    x_batch,
-    y_batch,
-    e_batch,
-    e_i,
-    e_j,
-    n_batch,
-    tiles_each,
-    NET: tl.constexpr,
-    BAND: tl.constexpr,
+    x, y, layers, lists, e, dx_ptr, n_batch, tiles_each, NET: tl.constexpr, BAND: tl.constexpr
 ):
     """dx [part, b, position, H1] of BLOCK_I left positions, from the part's tiles_each tiles of right positions."""
     BLOCK_I: tl.constexpr = NET.BLOCK_I
@@ -91,26 +112,22 @@ def _pairwise_mlp_bwd_half_kernel(
     BLOCK_K: tl.constexpr = NET.BLOCK_K
     PRECISION: tl.constexpr = NET.PRECISION
     N_CHUNKS: tl.constexpr = triton.next_power_of_2((NET.H1 + BLOCK_K - 1) // BLOCK_K)
+    n_left, n_right = actual(lists.n_left), actual(lists.n_right)
+    tiles_i, tiles_j = actual(lists.tiles_i), actual(lists.tiles_j)
     program = tl.program_id(0)
     part = program // (n_batch * tiles_i)
     b = (program // tiles_i % n_batch).to(tl.int64)
     place = program % tiles_i * BLOCK_I + tl.arange(0, BLOCK_I)
-    if left_ptr is not None:
-        left_ptr += b * n_left
-    if right_ptr is not None:
-        right_ptr += b * n_right
-    left = listed(left_ptr, place, n_left)
-    x_b = Half(x.ptr + b * x_batch, x.row)
-    y_b = Half(y.ptr + b * y_batch, y.row)
-    e_ptr += b * e_batch
+    left = _listed(lists.left, b, place, n_left)
+    x_b, y_b = of_sequence(x, b), of_sequence(y, b)
     chunks = tl.arange(0, N_CHUNKS)
     dx = tl.zeros((BLOCK_I, N_CHUNKS, BLOCK_K), tl.float32)  # held in registers, the chunks of H1 side by side
     first_tile = part * tiles_each
     for tile in range(first_tile, tl.minimum(first_tile + tiles_each, tiles_j)):
-        right = listed(right_ptr, tile * BLOCK_J + tl.arange(0, BLOCK_J), n_right)
-        e = _load_e(e_ptr, left, right, e_i, e_j, window, BAND)
-        if tl.max((e != 0).to(tl.int32)) > 0:
-            e_pairs = tl.reshape(e, (BLOCK_I * BLOCK_J,))[:, None]
+        right = _listed(lists.right, b, tile * BLOCK_J + tl.arange(0, BLOCK_J), n_right)
+        e_here = _load_e(e, b, left, right, BAND)
+        if tl.max((e_here != 0).to(tl.int32)) > 0:
+            e_pairs = tl.reshape(e_here, (BLOCK_I * BLOCK_J,))[:, None]
             # without a dense layer: one round, with the gradient of the output layer itself
             for start in range(0, NET.H2 if NET.H2 > 0 else 1, NET.BLOCK_N):
                 columns = start + tl.arange(0, NET.BLOCK_N)
@@ -132,25 +149,14 @@ def _pairwise_mlp_bwd_half_kernel(
     tl.store(dx_ptrs + every_k[None, :, :], dx, mask=(left >= 0)[:, None, None] & (every_k < NET.H1)[None, :, :])
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "n_tiles", "n_parts"])
+@triton.jit(do_not_specialize=["n_tiles", "n_parts"])
 def _pairwise_mlp_bwd_weights_kernel(
     x,
     y,
     layers,
-    left_ptr,
-    right_ptr,
-    e_ptr,
+    lists,
+    e,
     d_layers,
-    n_left,
-    n_right,
-    tiles_i,
-    tiles_j,
-    window,
-    x_batch,
-    y_batch,
-    e_batch,
-    e_i,
-    e_j,
     n_tiles,
     n_parts,
     NET: tl.constexpr,
@@ -166,6 +172,7 @@ def _pairwise_mlp_bwd_weights_kernel(
     BLOCK_N: tl.constexpr = NET.BLOCK_N
     PRECISION: tl.constexpr = NET.PRECISION
     N_BLOCKS: tl.constexpr = (NET.H1 + BLOCK_M - 1) // BLOCK_M
+    tiles_i, tiles_j = actual(lists.tiles_i), actual(lists.tiles_j)
     part = tl.program_id(0) % n_parts
     tile_of_matrix = tl.program_id(0) // n_parts
     rows = tile_of_matrix % N_BLOCKS * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -177,13 +184,12 @@ def _pairwise_mlp_bwd_weights_kernel(
         b = tl.cast(tile // (tiles_i * tiles_j), tl.int64)
         place_i = tile // tiles_j % tiles_i * BLOCK_I + tl.arange(0, BLOCK_I)
         place_j = tile % tiles_j * BLOCK_J + tl.arange(0, BLOCK_J)
-        left = listed(left_ptr if left_ptr is None else left_ptr + b * n_left, place_i, n_left)
-        right = listed(right_ptr if right_ptr is None else right_ptr + b * n_right, place_j, n_right)
-        e = _load_e(e_ptr + b * e_batch, left, right, e_i, e_j, window, BAND)
-        if tl.max((e != 0).to(tl.int32)) > 0:
-            e_pairs = tl.reshape(e, (BLOCK_I * BLOCK_J,))[:, None]
-            x_b = Half(x.ptr + b * x_batch, x.row)
-            y_b = Half(y.ptr + b * y_batch, y.row)
+        left = _listed(lists.left, b, place_i, actual(lists.n_left))
+        right = _listed(lists.right, b, place_j, actual(lists.n_right))
+        e_here = _load_e(e, b, left, right, BAND)
+        if tl.max((e_here != 0).to(tl.int32)) > 0:
+            e_pairs = tl.reshape(e_here, (BLOCK_I * BLOCK_J,))[:, None]
+            x_b, y_b = of_sequence(x, b), of_sequence(y, b)
             left_half, right_half = load_half(x_b, left, rows, NET.H1), load_half(y_b, right, rows, NET.H1)
             if NET.H2 > 0:
                 z0 = combined(left_half, right_half, layers.w1.dtype.element_ty, NET.ADD)
@@ -205,6 +211,9 @@ def _pairwise_mlp_bwd_weights_kernel(
         tl.store(d_layers.w_out + part * NET.H1 + rows, dw_out, mask=rows < NET.H1)
 
 
+# --- launching
+
+
 class Side(NamedTuple):
     """Half of the pairs [B, n, H1], and its list of positions [B, n] or None for all."""
 
@@ -212,100 +221,112 @@ class Side(NamedTuple):
     positions: Tensor | None
 
 
-class _Scores(NamedTuple):
-    """e, from the place of pair (0, 0) on, and how far apart sequences, left and right positions are in it."""
+class _Task(NamedTuple):
+    """What is asked of both kernels.
 
+    Attributes:
+        network: whose gradients.
+        e: [B, left, right], or [B, N, 2 * window + 1], contiguous.
+        window: the farthest distance, None = any.
+        combine: how halves are.
+    """
+
+    network: Network
     e: Tensor
-    strides: tuple[int, int, int]
     window: int | None
+    combine: str
+
+    @property
+    def slopes(self) -> Slopes:
+        batch, row, _ = self.e.stride()
+        if self.window is None:
+            return Slopes(self.e, *map(varying, (batch, row, 1, 0)))
+        return Slopes(self.e.view(-1)[self.window :], *map(varying, (batch, 2 * self.window, 1, self.window)))
+
+    def options(self, tile: PairTile) -> dict[str, object]:
+        return {"NET": self.network.net(tile, self.combine), "BAND": self.window is not None}
 
 
-def _common_args(left: Side, right: Side, scores: _Scores, tile: PairTile) -> tuple[tuple[object, ...], ...]:
-    """Pointers before the result, and sizes after it, that both kernels take."""
-    x, y = left.x, right.x
-    n_left, n_right = x.shape[1], y.shape[1]
-    tiles = triton.cdiv(n_left, tile.i), triton.cdiv(n_right, tile.j)
-    pointers = (left.positions, right.positions, scores.e)
-    return pointers, (n_left, n_right, *tiles, scores.window or 0, x.stride(0), y.stride(0), *scores.strides)
+def _lists_of(left: Side, right: Side, tile: PairTile) -> Lists:
+    n_left, n_right = left.x.shape[1], right.x.shape[1]
+    numbers = (n_left, n_right, triton.cdiv(n_left, tile.i), triton.cdiv(n_right, tile.j))
+    return Lists(left.positions, right.positions, *map(varying, numbers))
 
 
-def _half_gradient(network: Network, own: Side, other: Side, scores: _Scores, combine: str) -> Tensor:
+def _half_gradient(task: _Task, own: Side, other: Side, slopes: Slopes) -> Tensor:
     """The gradient of own.x, summed over the other side."""
-    x, y = own.x, other.x
+    network, x, y = task.network, own.x, other.x
 
     def run(tile: PairTile) -> Tensor:
         tiles_i, tiles_j = triton.cdiv(x.shape[1], tile.i), triton.cdiv(y.shape[1], tile.j)
         n_parts = min(_MOST_PARTS, triton.cdiv(tiles_j, _TILES_A_PART))
         dx = torch.zeros((n_parts, *x.shape), dtype=torch.float32, device=x.device)
-        pointers, sizes = _common_args(own, other, scores, tile)
         _common.launch(
             _pairwise_mlp_bwd_half_kernel,
             n_parts * x.shape[0] * tiles_i,
             tile.tile,
-            Half(x, x.stride(1)),
-            Half(y, y.stride(1)),
+            half_of(x),
+            half_of(y),
             network.layers,
-            *pointers,
+            _lists_of(own, other, tile),
+            slopes,
             dx,
-            *sizes,
             x.shape[0],
             triton.cdiv(tiles_j, n_parts),
-            NET=network.net(tile, combine),
-            BAND=scores.window is not None,
+            **task.options(tile),
         )
         return dx.sum(0)
 
-    return run(_launches.pair_tile("backward", x.device, network.precision, network.widths, run))
+    return run(tuner.tile("backward", x.device, network.precision, network.widths, run))
 
 
-def _weight_gradients(network: Network, left: Side, right: Side, scores: _Scores, combine: str) -> list[Tensor]:
+def _weight_gradients(task: _Task, left: Side, right: Side) -> Layers:
     """The gradients of the layer's weights and bias, if there is one, and of w_out."""
-    x, y = left.x, right.x
+    network, x, y = task.network, left.x, right.x
     h1, h2, _ = network.widths
 
-    def run(tile: PairTile) -> list[Tensor]:
+    def run(tile: PairTile) -> Layers:
         n_tiles = x.shape[0] * triton.cdiv(x.shape[1], tile.i) * triton.cdiv(y.shape[1], tile.j)
         n_parts = min(_WEIGHT_PARTS, n_tiles)
-        net, block_m = network.net(tile, combine), block(h1, _launches.GRADIENT_INPUTS)
+        options, block_m = task.options(tile), block(h1, GRADIENT_INPUTS)
         layers = network.layers._replace(b_out=None)
-        d_layers = layers._make(
-            None if t is None else torch.empty((n_parts, *t.shape), dtype=torch.float32, device=x.device)
-            for t in layers
+        d_layers = Layers(
+            *(
+                None if t is None else torch.empty((n_parts, *t.shape), dtype=torch.float32, device=x.device)
+                for t in layers
+            )
         )
-        pointers, sizes = _common_args(left, right, scores, tile)
         _common.launch(
             _pairwise_mlp_bwd_weights_kernel,
-            triton.cdiv(h1, block_m) * triton.cdiv(max(h2, 1), net.BLOCK_N) * n_parts,
+            triton.cdiv(h1, block_m) * triton.cdiv(max(h2, 1), options["NET"].BLOCK_N) * n_parts,
             tile.tile,
-            Half(x, x.stride(1)),
-            Half(y, y.stride(1)),
+            half_of(x),
+            half_of(y),
             network.layers,
-            *pointers,
+            _lists_of(left, right, tile),
+            task.slopes,
             d_layers,
-            *sizes,
             n_tiles,
             n_parts,
-            NET=net,
-            BAND=scores.window is not None,
+            **options,
             BLOCK_M=block_m,
         )
-        return [parts.sum(0) for parts in d_layers if parts is not None]
+        return Layers(*(None if parts is None else parts.sum(0) for parts in d_layers))
 
-    return run(_launches.pair_tile("weights", x.device, network.precision, network.widths, run))
+    return run(tuner.tile("weights", x.device, network.precision, network.widths, run))
 
 
 def gradients(
     network: Network, left: Side, right: Side, e: Tensor, window: int | None, combine: str
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Those of left.x, of right.x, and of the network's weight and bias, if it has them, and w_out in turn; all float32.
+) -> tuple[Tensor, Tensor, PairNetwork]:
+    """Those of left.x, of right.x, and of the network, all float32.
 
     e is [B, left, right], or [B, N, 2 * window + 1], contiguous.
     """
-    places, e_i = (e, e.stride(1)) if window is None else (e.view(-1)[window:], 2 * window)
-    scores = _Scores(places, (e.stride(0), e_i, 1), window)
-    transposed = _Scores(places, (e.stride(0), 1, e_i), window)
-    return (
-        _half_gradient(network, left, right, scores, combine),
-        _half_gradient(network, right, left, transposed, combine),
-        _weight_gradients(network, left, right, scores, combine),
-    )
+    task = _Task(network, e, window, combine)
+    there = task.slopes
+    back = there._replace(i=there.j, j=there.i)
+    du, dv = _half_gradient(task, left, right, there), _half_gradient(task, right, left, back)
+    d = _weight_gradients(task, left, right)
+    weights, biases = ([], []) if d.w1 is None else ([d.w1], [d.b1])
+    return du, dv, PairNetwork(weights, biases, d.w_out, e.sum())

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mdmi_fast.backends.calls import PairNetwork
 from mdmi_fast.backends.triton import _common
 from mdmi_fast.backends.triton._common import dot
-from mdmi_fast.backends.triton._pairwise_forward import Network
-from mdmi_fast.backends.triton.mlp import dense
+from mdmi_fast.backends.triton._pairwise_network import Network
+from mdmi_fast.backends.triton.mlp import Finish, dense
 
 SCRATCH = 1 << 25
 """Activations, of all layers together, that are held at a time; 64 MiB of them in half precision."""
@@ -147,7 +148,8 @@ def _activations(network: Network, u: Tensor, v: Tensor, live: Tensor, combine: 
     z = [z0.to(network.operand).flatten(0, 2)]
     for layer, (weight, bias) in enumerate(zip(network.weights, network.biases, strict=True), 1):
         dtype = torch.float32 if layer == len(network.weights) else network.operand
-        z.append(dense(z[-1], weight, bias, relu=True, live=live, dtype=dtype, precision=network.input_precision))
+        finish = Finish(bias, relu=True, dtype=dtype)
+        z.append(dense(z[-1], weight, finish, live=live, precision=network.input_precision))
     return z
 
 
@@ -163,8 +165,8 @@ def score(network: Network, u: Tensor, v: Tensor, keep: Tensor, window: int | No
 
 def gradients(
     network: Network, u: Tensor, v: Tensor, e: Tensor, window: int | None, combine: str
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """From e at f, those of u, of v, and of the network's weights, biases and w_out in turn; all float32."""
+) -> tuple[Tensor, Tensor, PairNetwork]:
+    """From e at f, those of u, of v, and of the network; all float32."""
     d_weights = [torch.zeros_like(w, dtype=torch.float32) for w in network.weights]
     d_biases, d_w_out = [torch.zeros_like(b) for b in network.biases], torch.zeros_like(network.w_out)
     du, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (u, v))
@@ -182,7 +184,7 @@ def gradients(
             dz = dz.to(network.operand)
             d_weights[layer] += _weight_gradient(z, dz, live, network.input_precision)
             gate = None if layer == 0 and combine == "mul" else z  # every other input went through a relu
-            dz = dense(dz, weight.T, None, gate=gate, live=live, precision=network.input_precision)
+            dz = dense(dz, weight.T, Finish(gate=gate), live=live, precision=network.input_precision)
         dz = dz.view(*live.shape, -1)
         if combine == "add":
             du[at.b, at.i] += dz.sum(2)
@@ -190,4 +192,4 @@ def gradients(
         else:
             du[at.b, at.i] += (dz * v_here.unsqueeze(1)).sum(2)
             dv[at.b, at.j] += (dz * u_here.unsqueeze(2)).sum(1)
-    return du, dv, [*d_weights, *d_biases, d_w_out]
+    return du, dv, PairNetwork(d_weights, d_biases, d_w_out, e.sum())

@@ -2,26 +2,26 @@
 added in the same order in any batch.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mdmi_fast.backends.triton import _common
-from mdmi_fast.backends.triton._common import matrix_product, matrix_tile, relu, rounded
+from mdmi_fast.backends.triton._common import Matrix, matrix_product, matrix_tile, relu, rounded
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _dense_kernel(
     x_ptr,
-    w_ptr,
+    w,
     b_ptr,
     gate_ptr,
     live_ptr,
     out_ptr,
     n_rows,
-    w_k,
-    w_column,
     D: tl.constexpr,
     N_OUT: tl.constexpr,
     RELU: tl.constexpr,
@@ -39,20 +39,8 @@ def _dense_kernel(
     if live_ptr is not None:  # noqa: SIM102 - Triton evaluates both sides of an `and`
         if tl.max(tl.load(live_ptr + row, mask=row < n_rows, other=0).to(tl.int32)) == 0:
             return
-    acc = matrix_product(
-        x_ptr + row[:, None] * D,
-        row < n_rows,
-        w_ptr + columns[None, :] * w_column,
-        columns < N_OUT,
-        1,
-        w_k,
-        D,
-        OPERAND,
-        PRECISION,
-        ROWS,
-        COLUMNS,
-        BLOCK_K,
-    )
+    w_ptrs = w.ptr + columns * w.column
+    acc = matrix_product(x_ptr + row * D, row < n_rows, w_ptrs, columns < N_OUT, w.row, D, OPERAND, PRECISION, BLOCK_K)
     inside = (row < n_rows)[:, None] & (columns < N_OUT)[None, :]
     place = row[:, None] * N_OUT + columns[None, :]
     if b_ptr is not None:
@@ -64,48 +52,50 @@ def _dense_kernel(
     tl.store(out_ptr + place, rounded(acc, out_ptr.dtype.element_ty), mask=inside)
 
 
-def dense(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    relu: bool = False,
-    gate: Tensor | None = None,
-    live: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-    precision: str = "ieee",
-) -> Tensor:
-    """One layer, x W + b [R, N].
+class Finish(NamedTuple):
+    """What becomes of a product before it is written.
+
+    Attributes:
+        bias: [N] float32 that is added, or None.
+        relu: whether max(., 0) is taken.
+        gate: [R, N] contiguous, or None; the result is 0 where this is not above 0, which is the gradient of a relu that gave it.
+        dtype: of the result.
+    """
+
+    bias: Tensor | None = None
+    relu: bool = False
+    gate: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+
+def dense(x: Tensor, weight: Tensor, finish: Finish, *, live: Tensor | None = None, precision: str = "ieee") -> Tensor:
+    """One layer, x W [R, N], finished.
 
     Args:
         x: [R, D] contiguous.
         weight: [D, N], any strides.
-        bias: [N] float32 or None.
-        relu: max(., 0) of it.
-        gate: [R, N] contiguous; the result is 0 where this is not above 0, which is the gradient of a relu that gave it.
+        finish: what is done to the product.
         live: [R] bool contiguous; a tile of rows that are all False is left 0.
-        dtype: of the result.
         precision: of float32 products, "ieee" or "tf32".
     """
     n_rows, (d, n_out) = x.shape[0], weight.shape
     tile, operand = matrix_tile(x, weight)
     # zeros only where rows are left out: they cost a pass over the result
-    out = (torch.empty if live is None else torch.zeros)((n_rows, n_out), dtype=dtype, device=x.device)
+    out = (torch.empty if live is None else torch.zeros)((n_rows, n_out), dtype=finish.dtype, device=x.device)
     _common.launch(
         _dense_kernel,
         triton.cdiv(n_rows, tile.rows) * triton.cdiv(n_out, tile.columns),
         tile.tile,
         x,
-        weight,
-        bias,
-        gate,
+        Matrix(weight, *weight.stride()),
+        finish.bias,
+        finish.gate,
         live,
         out,
         n_rows,
-        *weight.stride(),
         D=d,
         N_OUT=n_out,
-        RELU=relu,
+        RELU=finish.relu,
         OPERAND=operand,
         PRECISION=precision,
         ROWS=tile.rows,
@@ -123,5 +113,5 @@ def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]
 def mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     for index, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-        rows = dense(rows, weight, bias.float().contiguous(), relu=index + 1 < len(weights))
+        rows = dense(rows, weight, Finish(bias.float().contiguous(), relu=index + 1 < len(weights)))
     return rows.view(*x.shape[:-1], weights[-1].shape[1])

@@ -11,7 +11,8 @@ from mdmi_fast.backends.calls import PairCall, PairGradients, PairNetwork
 from mdmi_fast.backends.triton import _pairwise_backward as backward
 from mdmi_fast.backends.triton import _pairwise_deep as deep
 from mdmi_fast.backends.triton import _pairwise_forward as forward
-from mdmi_fast.backends.triton._pairwise_forward import Network, halves_of, masked_positions, prepare_pairwise
+from mdmi_fast.backends.triton._pairwise_network import MOST_LAYERS, Network, halves_of, prepare_pairwise
+from mdmi_fast.backends.triton._pairwise_positions import masked_positions
 
 
 def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
@@ -79,7 +80,7 @@ def pairwise_mlp(call: PairCall) -> Tensor:
     if 0 in call.shape or call.window == 0:
         return torch.zeros(call.shape, dtype=torch.float32, device=call.u.device)
     network = _network(call)
-    if len(network.weights) > forward.MOST_LAYERS:
+    if len(network.weights) > MOST_LAYERS:
         return _deep_scores(call, network)
     if call.rows is not None:
         call = call._replace(rows=_masked_rows(call.rows, call.mask))
@@ -148,11 +149,11 @@ def _directed(
     else:
         sides = backward.Side(halves.u, left), backward.Side(halves.v, right)
         du, dv, d_network = backward.gradients(network, *sides, unit, window, combine)
-    if size is not None:
-        du, dv, d_network = du * size, dv * size, [g * size for g in d_network]
-    *layers, d_w_out = d_network
-    n_layers = len(layers) // 2
-    return du, dv, PairNetwork(layers[:n_layers], layers[n_layers:], d_w_out, e.sum())
+    if size is None:
+        return du, dv, d_network
+    weights, biases, d_w_out, _ = d_network
+    d_network = PairNetwork([w * size for w in weights], [b * size for b in biases], d_w_out * size, e.sum())
+    return du * size, dv * size, d_network
 
 
 def _no_gradients(call: PairCall) -> PairGradients:

@@ -8,6 +8,8 @@ the queue: nothing of it is selected and its `spent` is NaN (`color`: its groups
 masked position has.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from mdmi_fast.backends.calls import Budget, PairCall
 from mdmi_fast.backends.triton import _common
+from mdmi_fast.backends.triton._common import actual, varying
 from mdmi_fast.backends.triton.pairwise import pairwise_mlp
 from mdmi_fast.backends.triton.pairwise import refusals as pairwise_refusals
 
@@ -27,32 +30,66 @@ _CHECKED_ROWS, _CHECKED_COLUMNS = 8, 256
 
 def refusals(op: str, tensors: list[Tensor], precision: str | None) -> list[str]:
     """Why this backend cannot run a call."""
-    n = tensors[0].shape[1]
+    first, *halves = tensors
+    n = first.shape[1]
     reasons = [] if n <= MOST_POSITIONS else [f"selects among at most {MOST_POSITIONS} positions, got {n}"]
     if op == "score_and_select":
-        reasons += pairwise_refusals("pairwise_mlp", tensors[1:], precision)
+        reasons += pairwise_refusals("pairwise_mlp", halves, precision)
     return reasons
 
 
+# --- what kernels take
+
+
+class Positions(NamedTuple):
+    """A mask or entropies [B, N]: the tensor and its strides; b is `varying`."""
+
+    ptr: Any
+    b: Any
+    n: Any
+
+
+class Pairs(NamedTuple):
+    """Mutual information [B, N, N]: the tensor and its strides; b and i are `varying`."""
+
+    ptr: Any
+    b: Any
+    i: Any
+    j: Any
+
+
+class Chosen(NamedTuple):
+    """What a selection writes: [B, N] whether a position is selected, [B] what was spent."""
+
+    selected: Any
+    spent: Any
+
+
 @triton.jit
-def _masked(mask_ptr, b, i, n, mask_b, mask_n):
+def _load_at(x, b, i, inside, other):
+    """Of positions i of sequence b."""
+    return tl.load(x.ptr + b * actual(x.b) + i.to(tl.int64) * x.n, mask=inside, other=other)
+
+
+@triton.jit
+def _masked(mask, b, i, n):
     """Whether positions i of sequence b are masked."""
     masked = i < n
-    if mask_ptr is not None:  # not a return where it is: Triton compiles what follows one in an `if`
-        masked &= tl.load(mask_ptr + b * mask_b + i.to(tl.int64) * mask_n, mask=masked, other=0).to(tl.int32) != 0
+    if mask is not None:  # not a return where it is: Triton compiles what follows one in an `if`
+        masked &= _load_at(mask, b, i, masked, 0).to(tl.int32) != 0
     return masked
 
 
 @triton.jit
-def _load_entropies(h_ptr, mask_ptr, b, i, n, mask_b, mask_n, h_b, h_n):
+def _load_entropies(h, mask, b, i, n):
     """Those of positions i of sequence b; NaN, which is neither least nor equal to itself, where nothing may be chosen."""
-    masked = _masked(mask_ptr, b, i, n, mask_b, mask_n)
-    return tl.load(h_ptr + b * h_b + i.to(tl.int64) * h_n, mask=masked, other=float("nan"))
+    return _load_at(h, b, i, _masked(mask, b, i, n), float("nan"))
 
 
 @triton.jit
-def _load_pairs(mi_ptr, i, j, inside, mi_i, mi_j):
-    return tl.load(mi_ptr + i.to(tl.int64) * mi_i + j.to(tl.int64) * mi_j, mask=inside, other=0.0)
+def _load_pairs(mi, b, i, j, inside):
+    pointers = mi.ptr + b * actual(mi.b) + i.to(tl.int64) * actual(mi.i) + j.to(tl.int64) * mi.j
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -88,44 +125,39 @@ def _or(a, b):
     return a | b
 
 
-@triton.jit(do_not_specialize=["n", "tiles", "mask_b", "h_b", "mi_b", "mi_i"])
+# --- kernels
+
+
+@triton.jit(do_not_specialize=["n", "tiles"])
 def _check_kernel(
-    h_ptr,
-    mi_ptr,
-    mask_ptr,
+    h,
+    mi,
+    mask,
     tau: tl.float64,
     undefined_ptr,
     degree_ptr,
     n,
     tiles,
-    mask_b,
-    mask_n,
-    h_b,
-    h_n,
-    mi_b,
-    mi_i,
-    mi_j,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Marks the sequences with NaN where it counts; degrees in the graph of pairs >= tau, if asked for."""
     b = (tl.program_id(0) // tiles).to(tl.int64)
     i = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    own = _masked(mask_ptr, b, i, n, mask_b, mask_n)
-    mi_ptr += b * mi_b
+    own = _masked(mask, b, i, n)
     bad = tl.zeros((ROWS,), tl.int32)
     degree = tl.zeros((ROWS,), tl.int32)
-    if h_ptr is not None:
-        h = tl.load(h_ptr + b * h_b + i.to(tl.int64) * h_n, mask=own, other=0.0)
-        bad += (h != h).to(tl.int32)
+    if h is not None:
+        own_h = _load_at(h, b, i, own, 0.0)
+        bad += (own_h != own_h).to(tl.int32)
     for start in range(0, n, COLUMNS):
         j = start + tl.arange(0, COLUMNS)
-        pairs = own[:, None] & _masked(mask_ptr, b, j, n, mask_b, mask_n)[None, :] & (i[:, None] != j[None, :])
-        mi = _load_pairs(mi_ptr, i[:, None], j[None, :], pairs, mi_i, mi_j)
-        bad = tl.maximum(bad, tl.max((mi != mi).to(tl.int32), 1))
+        pairs = own[:, None] & _masked(mask, b, j, n)[None, :] & (i[:, None] != j[None, :])
+        there = _load_pairs(mi, b, i[:, None], j[None, :], pairs)
+        bad = tl.maximum(bad, tl.max((there != there).to(tl.int32), 1))
         if degree_ptr is not None:
-            back = _load_pairs(mi_ptr, j[None, :], i[:, None], pairs, mi_i, mi_j)
-            tied = pairs & (tl.maximum(mi, back).to(tl.float64) >= tau)
+            back = _load_pairs(mi, b, j[None, :], i[:, None], pairs)
+            tied = pairs & (tl.maximum(there, back).to(tl.float64) >= tau)
             degree += tl.sum(tied.to(tl.int32), 1)
     if degree_ptr is not None:
         tl.store(degree_ptr + b * n + i, degree, mask=i < n)
@@ -133,38 +165,29 @@ def _check_kernel(
         tl.store(undefined_ptr + b, 1)  # whoever writes, writes the same
 
 
-@triton.jit(do_not_specialize=["n", "limit", "mask_b", "h_b", "mi_b", "mi_i"])
+@triton.jit(do_not_specialize=["n", "limit"])
 def _select_budget_kernel(
-    h_ptr,
-    mi_ptr,
-    mask_ptr,
+    h,
+    mi,
+    mask,
     gamma_ptr,
     undefined_ptr,
-    selected_ptr,
-    spent_ptr,
+    chosen,
     lam: tl.float64,
     entropy_weight: tl.float64,
     n,
     limit,
-    mask_b,
-    mask_n,
-    h_b,
-    h_n,
-    mi_b,
-    mi_i,
-    mi_j,
     COUNT_MI: tl.constexpr,
     COUNT_ENTROPY: tl.constexpr,
     CHEAPEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Marks the chosen in selected, which is False before."""
+    """Marks what is chosen in chosen.selected, which is False before."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     remaining = tl.load(gamma_ptr + b)
     undefined = tl.where(remaining >= 0, tl.load(undefined_ptr + b), 1)  # 1: there is nothing to choose from
-    h = _load_entropies(h_ptr, mask_ptr, b, i, n * (1 - undefined), mask_b, mask_n, h_b, h_n)
-    mi_ptr += b * mi_b
+    h = _load_entropies(h, mask, b, i, n * (1 - undefined))
     acc = tl.zeros((BLOCK,), tl.float64)
     spent = tl.where(undefined == 0, 0.0, float("nan")).to(tl.float64)
     pick, h_pick, n_selected = -1, tl.full((), -float("inf"), h.dtype), 0
@@ -181,88 +204,54 @@ def _select_budget_kernel(
         if pick < _FAR:
             remaining -= paid
             spent += paid
-            tl.store(selected_ptr + b * n + pick, 1)
+            tl.store(chosen.selected + b * n + pick, 1)
             h = tl.where(i == pick, float("nan"), h)
-            mi = _load_pairs(mi_ptr, _again(i, pick), pick, waiting & (i != pick), mi_i, mi_j)
-            acc += tl.maximum(mi, 0.0).to(tl.float64)
+            there = _load_pairs(mi, b, _again(i, pick), pick, waiting & (i != pick))
+            acc += tl.maximum(there, 0.0).to(tl.float64)
             n_selected += 1
-    tl.store(spent_ptr + b, spent)
+    tl.store(chosen.spent + b, spent)
 
 
-@triton.jit(do_not_specialize=["n", "limit", "mask_b", "h_b", "mi_b", "mi_i"])
-def _select_threshold_kernel(
-    h_ptr,
-    mi_ptr,
-    mask_ptr,
-    undefined_ptr,
-    selected_ptr,
-    spent_ptr,
-    tau: tl.float64,
-    n,
-    limit,
-    mask_b,
-    mask_n,
-    h_b,
-    h_n,
-    mi_b,
-    mi_i,
-    mi_j,
-    BLOCK: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["n", "limit"])
+def _select_threshold_kernel(h, mi, mask, undefined_ptr, chosen, tau: tl.float64, n, limit, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     undefined = tl.load(undefined_ptr + b)  # 1: there is nothing to choose from
-    h = _load_entropies(h_ptr, mask_ptr, b, i, n * (1 - undefined), mask_b, mask_n, h_b, h_n)
+    h = _load_entropies(h, mask, b, i, n * (1 - undefined))
     turn = tl.full((BLOCK,), _FAR, tl.int32)  # in which step a position was chosen
     spent = tl.where(undefined == 0, 0.0, float("nan")).to(tl.float64)
-    mi_ptr += b * mi_b
     n_selected = 0
     pick = _first_least(h, h == h, i)
     while (pick < _FAR) & (n_selected < limit):
         pairs = ((h == h) | (turn < _FAR)) & (i != pick)
-        mi = _load_pairs(mi_ptr, pick, _again(i, pick), pairs, mi_i, mi_j)
-        back = _load_pairs(mi_ptr, _again(i, pick), pick, pairs, mi_i, mi_j)
-        paid = tl.maximum(mi, 0.0).to(tl.float64)
+        there = _load_pairs(mi, b, pick, _again(i, pick), pairs)
+        back = _load_pairs(mi, b, _again(i, pick), pick, pairs)
+        paid = tl.maximum(there, 0.0).to(tl.float64)
         for step in range(n_selected):
             spent += _value_at(paid, turn, step)
         turn = tl.where(i == pick, n_selected, turn)
-        h = tl.where((i != pick) & (tl.maximum(mi, back).to(tl.float64) < tau), h, float("nan"))
+        h = tl.where((i != pick) & (tl.maximum(there, back).to(tl.float64) < tau), h, float("nan"))
         pick = _first_least(h, h == h, i)
         n_selected += 1
-    tl.store(selected_ptr + b * n + i, turn < _FAR, mask=i < n)
-    tl.store(spent_ptr + b, spent)
+    tl.store(chosen.selected + b * n + i, turn < _FAR, mask=i < n)
+    tl.store(chosen.spent + b, spent)
 
 
-@triton.jit(do_not_specialize=["n", "mask_b", "mi_b", "mi_i"])
-def _color_kernel(
-    mi_ptr,
-    mask_ptr,
-    undefined_ptr,
-    degree_ptr,
-    group_ptr,
-    tau: tl.float64,
-    n,
-    mask_b,
-    mask_n,
-    mi_b,
-    mi_i,
-    mi_j,
-    BLOCK: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["n"])
+def _color_kernel(mi, mask, undefined_ptr, degree_ptr, group_ptr, tau: tl.float64, n, BLOCK: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     undefined = tl.load(undefined_ptr + b)  # 1: there is nothing to choose from
-    waiting = _masked(mask_ptr, b, i, n * (1 - undefined), mask_b, mask_n)
+    waiting = _masked(mask, b, i, n * (1 - undefined))
     degree = tl.load(degree_ptr + b * n + i, mask=waiting, other=-1)  # -1: not to be coloured, or coloured already
     group = tl.full((BLOCK,), -1, tl.int32)
     bit = tl.arange(0, 32)
-    mi_ptr += b * mi_b
     most = tl.max(degree, 0)
     while most >= 0:
         pick = tl.min(tl.where(degree == most, i, _FAR), 0)
-        mi = _load_pairs(mi_ptr, pick, _again(i, pick), group >= 0, mi_i, mi_j)
-        back = _load_pairs(mi_ptr, _again(i, pick), pick, group >= 0, mi_i, mi_j)
-        tied = (group >= 0) & (tl.maximum(mi, back).to(tl.float64) >= tau)
+        there = _load_pairs(mi, b, pick, _again(i, pick), group >= 0)
+        back = _load_pairs(mi, b, _again(i, pick), pick, group >= 0)
+        tied = (group >= 0) & (tl.maximum(there, back).to(tl.float64) >= tau)
         # the colours of neighbours as the bits of a word, 32 colours at a time, until one is free
         first, free = 0, 32
         while free == 32:
@@ -276,6 +265,8 @@ def _color_kernel(
     tl.store(group_ptr + b * n + i, group.to(tl.int64), mask=i < n)
 
 
+# --- launching
+
 _EXACT = _common.Tile(warps=4, fusion=False)
 
 
@@ -288,8 +279,16 @@ def _one_program(n: int, device: torch.device) -> tuple[int, _common.Tile]:
     return block, _common.Tile(warps=min(max(block // (8 * threads), 1), 512 // threads), fusion=False)
 
 
-def _mask_strides(mask: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if mask is None else mask.stride()
+def _positions(x: Tensor | None) -> Positions | None:
+    if x is None:
+        return None
+    b, n = x.stride()
+    return Positions(x, varying(b), n)
+
+
+def _pairs(mi: Tensor) -> Pairs:
+    b, i, j = mi.stride()
+    return Pairs(mi, varying(b), varying(i), j)
 
 
 def _check(entropy: Tensor | None, mi: Tensor, mask: Tensor | None, tau: float, degree: Tensor | None) -> Tensor:
@@ -297,17 +296,15 @@ def _check(entropy: Tensor | None, mi: Tensor, mask: Tensor | None, tau: float, 
     batch, n, _ = mi.shape
     undefined = torch.zeros(batch, dtype=torch.int32, device=mi.device)
     tiles = triton.cdiv(n, _CHECKED_ROWS)
-    h_strides = (0, 0) if entropy is None else entropy.stride()
-    strides = (*_mask_strides(mask), *h_strides, *mi.stride())
-    args = (entropy, mi, mask, tau, undefined, degree, n, tiles, *strides)
+    args = (_positions(entropy), _pairs(mi), _positions(mask), tau, undefined, degree, n, tiles)
     _common.launch(_check_kernel, batch * tiles, _EXACT, *args, ROWS=_CHECKED_ROWS, COLUMNS=_CHECKED_COLUMNS)
     return undefined
 
 
-def _nothing(entropy: Tensor) -> tuple[Tensor, Tensor]:
-    """selected, none so far, and spent, not known yet."""
+def _nothing(entropy: Tensor) -> Chosen:
+    """Nothing selected so far; what is spent is not known yet."""
     selected = torch.zeros(entropy.shape, dtype=torch.bool, device=entropy.device)
-    return selected, torch.empty(entropy.shape[0], dtype=torch.float64, device=entropy.device)
+    return Chosen(selected, torch.empty(entropy.shape[0], dtype=torch.float64, device=entropy.device))
 
 
 def _on_device(gamma: Tensor, device: torch.device) -> Tensor:
@@ -323,39 +320,42 @@ def _on_device(gamma: Tensor, device: torch.device) -> Tensor:
 def select_budget(entropy: Tensor, mi: Tensor, mask: Tensor | None, budget: Budget) -> tuple[Tensor, Tensor]:
     batch, n = entropy.shape
     gamma, lam, entropy_weight, order, limit = budget
-    selected, spent = _nothing(entropy)
+    chosen = _nothing(entropy)
     undefined = _check(entropy, mi, mask, 0.0, None)
     block, tile = _one_program(n, mi.device)
-    strides = (*_mask_strides(mask), *entropy.stride(), *mi.stride())
-    args = (entropy, mi, mask, _on_device(gamma, entropy.device), undefined, selected, spent, lam, entropy_weight)
     _common.launch(
         _select_budget_kernel,
         batch,
         tile,
-        *args,
+        _positions(entropy),
+        _pairs(mi),
+        _positions(mask),
+        _on_device(gamma, entropy.device),
+        undefined,
+        chosen,
+        lam,
+        entropy_weight,
         n,
         n if limit is None else min(limit, n),
-        *strides,
         COUNT_MI=lam != 0,
         COUNT_ENTROPY=entropy_weight != 0,
         CHEAPEST=order == "cheapest",
         BLOCK=block,
     )
-    return selected, spent
+    return tuple(chosen)
 
 
 def select_threshold(
     entropy: Tensor, mi: Tensor, mask: Tensor | None, tau: float, limit: int | None
 ) -> tuple[Tensor, Tensor]:
     batch, n = entropy.shape
-    selected, spent = _nothing(entropy)
+    chosen = _nothing(entropy)
     undefined = _check(entropy, mi, mask, 0.0, None)
     block, tile = _one_program(n, mi.device)
-    strides = (*_mask_strides(mask), *entropy.stride(), *mi.stride())
     most = n if limit is None else min(limit, n)
-    args = (entropy, mi, mask, undefined, selected, spent, tau, n, most, *strides)
+    args = (_positions(entropy), _pairs(mi), _positions(mask), undefined, chosen, tau, n, most)
     _common.launch(_select_threshold_kernel, batch, tile, *args, BLOCK=block)
-    return selected, spent
+    return tuple(chosen)
 
 
 def color(mi: Tensor, mask: Tensor | None, tau: float) -> Tensor:
@@ -364,7 +364,7 @@ def color(mi: Tensor, mask: Tensor | None, tau: float) -> Tensor:
     degree = torch.empty((batch, n), dtype=torch.int32, device=mi.device)
     undefined = _check(None, mi, mask, tau, degree)
     block, tile = _one_program(n, mi.device)
-    args = (mi, mask, undefined, degree, group, tau, n, *_mask_strides(mask), *mi.stride())
+    args = (_pairs(mi), _positions(mask), undefined, degree, group, tau, n)
     _common.launch(_color_kernel, batch, tile, *args, BLOCK=block)
     return group
 

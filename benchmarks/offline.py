@@ -2,7 +2,7 @@
 
     with recorded("sm_90") as launches:
         stats.entropy(torch.empty(64, 33))
-    code = read(compiled(launches[0], "sm_90"), "sm_90")
+    code = read(compiled(launches[0]), "sm_90")
 
 The tensors may lie on the CPU: nothing is run.
 """
@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.backends.compiler import BaseBackend, GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from mdmi_fast.backends.triton import _common
 
@@ -33,15 +33,6 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, 
 """Bytes of shared memory one program may have."""
 
 _TENSOR_CORE = {"sm_80": r"HMMA", "sm_90": r"HGMMA", "sm_100": r"UTC\w*MMA", "gfx942": r"v_mfma"}
-_POINTER = {
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.bool: "*u1",
-}
 
 
 def is_product(instruction: str, target: str) -> bool:
@@ -51,7 +42,7 @@ def is_product(instruction: str, target: str) -> bool:
 
 class Launch(NamedTuple):
     kernel: triton.JITFunction
-    n_programs: int
+    target: str
     tile: _common.Tile
     args: tuple[object, ...]
     constants: dict[str, object]
@@ -60,11 +51,9 @@ class Launch(NamedTuple):
     def name(self) -> str:
         return self.kernel.fn.__name__
 
-
-def distinct(launches: list[Launch]) -> list[Launch]:
-    """Those that need a compilation of their own."""
-    kinds = {str((x.name, signature(x, ones=False), x.constants, x.tile)): x for x in launches}
-    return list(kinds.values())
+    @property
+    def options(self) -> dict[str, object]:
+        return {"num_warps": self.tile.warps, "num_stages": self.tile.stages, "enable_fp_fusion": self.tile.fusion}
 
 
 @contextmanager
@@ -74,7 +63,7 @@ def recorded(target: str) -> Iterator[list[Launch]]:
     saved = _common.launch, _common.target_name
 
     def record(kernel, n_programs, tile, *args, **constants) -> None:
-        launches.append(Launch(kernel, n_programs, tile, args, constants))
+        launches.append(Launch(kernel, target, tile, args, constants))
 
     _common.launch, _common.target_name = record, lambda device: target
     try:
@@ -83,47 +72,44 @@ def recorded(target: str) -> Iterator[list[Launch]]:
         _common.launch, _common.target_name = saved
 
 
-def signature(launch: Launch, ones: bool) -> tuple[dict[str, object], dict[tuple[int, ...], object], dict]:
-    """Types, constants and known divisibility of the arguments, as Triton would specialise them; ones: as if every integer
-    that may be specialised to 1 were.
-    """
-    types, constants, attributes = {}, {}, {}
+def _bound(launch: Launch) -> tuple[BaseBackend, dict[str, object], list[object], dict[str, object]]:
+    """The arguments of a launch by name, and what Triton itself makes of them before it looks for a compiled kernel."""
+    backend = make_backend(TARGETS[launch.target])
+    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, backend)
+    return backend, *bind(*launch.args, **launch.constants, **launch.options)
 
-    def kind(value: object, place: tuple[int, ...], specialised: bool) -> object:
-        if isinstance(value, tuple):  # whose members are always specialised
-            members = (kind(member, (*place, i), True) for i, member in enumerate(value))
+
+def distinct(launches: list[Launch]) -> list[Launch]:
+    """Those that need a compilation of their own."""
+    kinds = {}
+    for launch in launches:
+        _, _, specialization, options = _bound(launch)
+        kinds[str((launch.name, launch.target, specialization, options))] = launch
+    return list(kinds.values())
+
+
+def _with_ones(launch: Launch) -> Launch:
+    """A launch whose integers are 1, but for those that are kept from being compiled in."""
+
+    def one(value: object) -> object:
+        if isinstance(value, tuple):
+            members = map(one, value)
             return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
-        if isinstance(value, torch.Tensor):
-            divisible, name = value.data_ptr() % 16 == 0, _POINTER[value.dtype]
-        elif value is None or (isinstance(value, int) and specialised and (ones or value == 1)):
-            constants[place] = None if value is None else 1
-            return "constexpr"
-        elif isinstance(value, float):
-            return "fp64"
-        else:
-            divisible = value % 16 == 0 and specialised
-            name = "i32" if -(2**31) <= value < 2**31 else "i64"
-        if divisible:
-            attributes[place] = [["tt.divisibility", 16]]
-        return name
+        return 1 if isinstance(value, int) and value >= 0 else value  # below 0: `_common.varying`
 
-    given = iter(launch.args)
-    for place, param in enumerate(launch.kernel.params):
-        if param.is_constexpr:
-            types[param.name], constants[place,] = "constexpr", launch.constants[param.name]
-        else:
-            types[param.name] = kind(next(given), (place,), not param.do_not_specialize)
-    return types, constants, attributes
+    params = [param for param in launch.kernel.params if not param.is_constexpr]
+    args = [x if p.do_not_specialize else one(x) for p, x in zip(params, launch.args, strict=True)]
+    return launch._replace(args=tuple(args))
 
 
-def compiled(launch: Launch, target: str, ones: bool = False) -> CompiledKernel:
-    """A launch's kernel for a target."""
-    options = {
-        "num_warps": launch.tile.warps,
-        "num_stages": launch.tile.stages,
-        "enable_fp_fusion": launch.tile.fusion,
-    }
-    return triton.compile(ASTSource(launch.kernel, *signature(launch, ones)), target=TARGETS[target], options=options)
+def compiled(launch: Launch, ones: bool = False) -> CompiledKernel:
+    """A launch's kernel for its target; ones: as if every integer that may be compiled in were 1."""
+    launch = _with_ones(launch) if ones else launch
+    backend, args, specialization, options = _bound(launch)
+    given = {**launch.constants, **launch.options}
+    options, *source = launch.kernel._pack_args(backend, given, args, specialization, options)
+    source = ASTSource(launch.kernel, *source)
+    return triton.compile(source, target=TARGETS[launch.target], options=options.__dict__)
 
 
 class Code(NamedTuple):
@@ -173,7 +159,7 @@ def _sass(text: str) -> list[tuple[int, str, int | None]]:
 def _gcn(text: str) -> list[tuple[int, str, int | None]]:
     labels: dict[str, int] = {}
     lines: list[tuple[str, str]] = []
-    for line in text.split("s_endpgm")[0].splitlines():
+    for line in text.split(".Lfunc_end0:")[0].splitlines():
         if label := re.match(r"^(\.L\w+):", line):
             labels[label[1]] = len(lines)
         elif (found := _GCN.match(line)) and not found[1].startswith("."):

@@ -62,6 +62,49 @@ def dense_layers(d: int, dtype: torch.dtype = torch.float32) -> None:
     mlp.mlp(torch.empty(64, d, dtype=dtype), [torch.empty(d, 64, dtype=dtype)], [torch.empty(64)])
 
 
+def _cut(shape: tuple[int, ...], beyond: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor, cut out of one whose second to last dimension is longer: strides before it are no products of sizes."""
+    *lead, n, last = shape
+    return torch.empty(*lead, n + beyond, last, dtype=dtype)[..., :n, :]
+
+
+def every_kernel(n: int, k: int, beyond: int = 0) -> None:
+    """Calls on n rows or positions, k alternatives and rows of pairs, that are alike in all that belongs to a model.
+
+    Args:
+        n: rows and positions, at most 32.
+        k: alternatives and rows of pairs.
+        beyond: rows between those of different sequences that belong to none.
+    """
+    for n_v in (33, 20000):
+        x, g = _cut((2, n, n_v), beyond), torch.empty(2, n)
+        stats.entropy(x)
+        stats.entropy_backward(g, x)
+        stats.token_stats(x)
+        stats.token_stats_backward(g, g, g, g, x)
+        many, w, y = _cut((k, 2, n, n_v), beyond), _cut((k, 2, n, 1), beyond).squeeze(3), _cut((2, n, n_v), beyond)
+        kl.expected_entropy(many, w)
+        kl.expected_kl(many, w, y)
+        kl.expected_kl_backward(g, many, w, y)
+        kl.kl_divergence(x, y)
+        kl.mixture_entropy(many, w)
+        kl.mixture_entropy_backward(g, many, w)
+        kl.mixture_stats(many, w, y)
+    stats.linear_token_stats(torch.empty(n, 64), torch.empty(9, 64), None)
+    mlp.mlp(torch.empty(n, 64), [torch.empty(64, 16)], [torch.empty(16)])
+    h, mi = torch.empty(2, n + beyond)[:, :n], torch.empty(2, n + beyond, n + beyond)[:, :n, :n]
+    mask = torch.ones(2, n + beyond, dtype=torch.bool)[:, :n]
+    select.select_budget(h, mi, mask, Budget(torch.ones(2, dtype=torch.float64), 1.0, 1.0, limit=k))
+    select.select_threshold(h, mi, mask, 0.1, k)
+    select.color(mi, mask, 0.1)
+    for widths in ((64,), (64, 32), (64, 32, 16), (64, 32, 16, 16)):
+        call = pairs(widths, "bf16", "mean", n, torch.ones(1, n + beyond, dtype=torch.bool)[:, :n])
+        call = call._replace(u=_cut((1, n, 64), beyond, torch.bfloat16), v=_cut((1, n, 64), beyond, torch.bfloat16))
+        for layout in (call, call._replace(rows=torch.zeros(1, k, dtype=torch.int64)), call._replace(window=5)):
+            pairwise.pairwise_mlp(layout)
+            pairwise.pairwise_mlp_backward(torch.empty(layout.shape), layout)
+
+
 CASES: dict[str, dict[str, Callable[[], None]]] = {
     "typical": {
         "stats": lambda: token_statistics(33),
