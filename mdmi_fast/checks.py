@@ -33,7 +33,7 @@ def shown(value: object) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def _dense(op: str, name: str, value: object) -> Tensor:
+def dense(op: str, name: str, value: object) -> Tensor:
     """The value, a tensor whose elements lie in memory at strides."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
@@ -44,7 +44,7 @@ def _dense(op: str, name: str, value: object) -> Tensor:
 
 def floating(op: str, name: str, value: object) -> Tensor:
     """The value, a dense floating tensor."""
-    tensor = _dense(op, name, value)
+    tensor = dense(op, name, value)
     if tensor.dtype not in FLOATING:
         raise TypeError(f"{op}: {name} must be float64, float32, bfloat16 or float16, got {describe(tensor)}")
     return tensor
@@ -52,7 +52,7 @@ def floating(op: str, name: str, value: object) -> Tensor:
 
 def of_kind(op: str, name: str, value: object, dtype: torch.dtype) -> Tensor:
     """The value, a dense tensor of that dtype."""
-    tensor = _dense(op, name, value)
+    tensor = dense(op, name, value)
     if tensor.dtype != dtype:
         raise TypeError(f"{op}: {name} must be {str(dtype).removeprefix('torch.')}, got {describe(tensor)}")
     return tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from mdmi_fast.decoding import Step, calibrate
 from mdmi_fast.estimator.data import examples, read_batch
 from mdmi_fast.estimator.splits import shifted_states
 from mdmi_fast.labels import FixedShare, LabelSet, Trajectory, UniformShare, write_labels
+from mdmi_fast.labels.masking import Masking
 from mdmi_fast.maps import mi_map
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.identity import describe_model, differences
@@ -43,8 +44,9 @@ class Answering:
 
 
 def train(model: Any) -> Any:
-    labels = label_mi(Answering(fitting), TOKENS.repeat(4, 1))
     tokens = TOKENS.repeat(4, 1)
+    tokens[:, 2] = torch.arange(4)  # states that are alike are not both trained on and held out
+    labels = label_mi(Answering(fitting), tokens)
     estimator = PairwiseMIEstimator(D, layers=(4,))
     return train_estimator(estimator, model, LabelSet(tokens, tokens == MASK, labels.mi, labels.entropy), held_out=0.5)
 
@@ -184,6 +186,71 @@ def test_what_is_no_model_is_named() -> None:
         decode(model, TOKENS, TopK(1))
 
 
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"mask_token_id": 2**63}, ValueError, "mask_token_id of Answering must be at most 9223372036854775807"),
+        ({"mask_token_id": torch.tensor(4.0)}, TypeError, "model must have an integer mask_token_id, got tensor"),
+        ({"vocab_size": 0}, ValueError, "vocab_size of Answering must be at least 1, got 0"),
+        ({"vocab_size": 2**70}, ValueError, "vocab_size of Answering must be at most"),
+        ({"never": None}, TypeError, "never of Answering must be a sequence of tokens, which are integers, got None"),
+        ({"never": [1.7]}, TypeError, r"never of Answering must be a sequence of tokens.*got \[1\.7\]"),
+        ({"never": torch.tensor(2)}, TypeError, "never of Answering must be a sequence of tokens"),
+        ({"never": [400]}, ValueError, r"never of Answering must be tokens in 0\.\.5, got 400"),
+        ({"visible": lambda tokens: [[True]]}, TypeError, "visible of Answering must be a tensor, got list"),
+        ({"visible": lambda tokens: tokens}, TypeError, "visible of Answering must be bool, got"),
+        (
+            {"visible": lambda tokens: tokens[:, 1:] > 0},
+            ValueError,
+            r"visible of Answering must be \[B, N\] = \(1, 7\)",
+        ),
+    ],
+)
+def test_what_a_model_says_of_itself_is_checked(changed: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = Answering(fitting)
+    vars(model).update(changed)
+    for stop_tokens in ([], [1]):
+        with pytest.raises(error, match=f"decode: {message}"):
+            decode(model, TOKENS, TopK(1), stop_tokens=stop_tokens)
+    if "never" not in changed:  # nothing is written
+        with pytest.raises(error, match=f"probe_mi: {message}"):
+            label_mi(model, TOKENS)
+
+
+@pytest.mark.parametrize("order", ["entropy", "random"])
+@pytest.mark.parametrize("mask_token", [MASK, V])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_trajectory_ends_where_the_model_gives_no_distribution(
+    order: Literal["entropy", "random"], mask_token: int, value: float
+) -> None:
+    model = Answering(lambda tokens: fitting(tokens)._replace(logits=torch.full((*tokens.shape, V), value)))
+    model.mask_token_id = mask_token
+    with pytest.raises(
+        ValueError, match=r"Trajectory: the model's logits at sequence \d, position 0 give no distribution"
+    ):
+        Trajectory(order)(model, torch.zeros(8, 3, dtype=torch.int64), range(8))
+
+
+@pytest.mark.parametrize("masking", [Trajectory(), FixedShare(0.5), UniformShare()])
+@pytest.mark.parametrize(
+    ("tokens", "seeds", "error", "message"),
+    [
+        (TOKENS, [0, 1], ValueError, "a seed for each, got 1 and 2"),
+        (TOKENS[:0], [], ValueError, "there must be sequences"),
+        (TOKENS, [1.5], TypeError, "each of seeds must be an int, got 1.5"),
+        (TOKENS, [2**70], ValueError, "each of seeds must be at most"),
+        (TOKENS[0], [0], ValueError, r"tokens must be \[B, N\] int64"),
+        (TOKENS.float(), [0], ValueError, r"tokens must be \[B, N\] int64"),
+        (TOKENS.tolist(), [0], TypeError, "tokens must be a tensor, got list"),
+    ],
+)
+def test_arguments_of_a_masking_are_named(
+    masking: Masking, tokens: Any, seeds: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"masking: .*{message}"):
+        masking(Answering(fitting), tokens, seeds)
+
+
 class Careless(nn.Module):
     """A network with dropout, as it is made: in training mode."""
 
@@ -213,7 +280,48 @@ class Wrapping:
         return answer
 
 
-@pytest.mark.parametrize("wrap", [lambda network: network, Wrapping])
+class Slotted:
+    """Holds a network in a slot."""
+
+    __slots__ = ("__dict__", "network")
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network = network
+
+
+HOLDERS: dict[str, Callable[[nn.Module], Any]] = {
+    "a list": lambda network: [network],
+    "a dict": lambda network: {"first": network},
+    "an object": Wrapping,
+    "an object in a list": lambda network: [Wrapping(network)],
+    "a slot": Slotted,
+}
+
+
+class Holding(Wrapping):
+    """Has its network somewhere below an attribute."""
+
+    def __init__(self, network: nn.Module, how: str = "a list") -> None:
+        self.held = HOLDERS[how](network)
+        self.answer = lambda tokens: network(tokens)
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        return self.answer(tokens)
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+def test_a_model_is_known_by_a_network_that_it_holds_wherever_it_holds_it(how: str) -> None:
+    network, other = Careless(), Careless()
+    assert describe_model(Holding(network, how)) == describe_model(Holding(network, how))
+    assert describe_model(Holding(network, how)) != describe_model(Holding(other, how))
+    with pytest.raises(ValueError, match=r"weights must be loaded, got held.*embed.weight on the device meta"):
+        decode(Holding(Careless().to("meta"), how), TOKENS, TopK(1))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda network: network, Wrapping, *(lambda network, how=how: Holding(network, how) for how in HOLDERS)],
+)
 def test_a_network_in_training_mode_answers_as_in_evaluation_mode(wrap: Callable[[nn.Module], Any]) -> None:
     network = Careless()
     network.drop.train()

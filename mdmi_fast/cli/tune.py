@@ -217,7 +217,7 @@ def _padded(sequences: Sequence[TokenSequence], model: MaskedModel) -> tuple[Ten
     visible = torch.zeros(len(sequences), width, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
         own, mask = torch.tensor([sequence.tokens]), sequence.attention_mask
-        shown = visible_positions(model, own, None if mask is None else torch.tensor([mask]))
+        shown = visible_positions("tune", model, own, None if mask is None else torch.tensor([mask]))
         tokens[row, : own.shape[1]] = own[0]
         visible[row, : own.shape[1]] = True if shown is None else shown[0]
     told = any(sequence.attention_mask is not None for sequence in sequences)

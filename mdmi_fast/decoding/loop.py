@@ -130,7 +130,7 @@ def decode(
     """
     check_model("decode", model)
     check_tokens("decode", tokens, attention_mask)
-    _check_numbers(temperature, top_p, remask_below)
+    temperature, top_p, remask_below = _numbers(temperature, top_p, remask_below)
     for name, count, least in (("top_k", top_k, 1), ("block_size", block_size, 1), ("revisions", revisions, 0)):
         if count is not None:
             check.whole("decode", name, count, least)
@@ -139,6 +139,8 @@ def decode(
     stop_tokens = token_list("decode", "stop_tokens", stop_tokens, model.vocab_size)
     suppressed = token_list("decode", "suppressed", suppressed, model.vocab_size)
     checked_policy("decode", policy)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"decode: progress must be a function, got {check.describe(progress)}")
     for name, given, kind in (("generator", generator, torch.Generator), ("seeds", seeds, Tensor)):
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"decode: {name} must be a torch.{kind.__name__}, got {check.describe(given)}")
@@ -148,7 +150,7 @@ def decode(
         raise ValueError(f"decode: give either a generator or seeds [{len(tokens)}] int64")
     check.same_device("decode", tokens=tokens, seeds=seeds)
     model = with_stops(model, stop_tokens, suppressed)
-    attention_mask = visible_positions(model, tokens, attention_mask)
+    attention_mask = visible_positions("decode", model, tokens, attention_mask)
     # More than there is of anything is all of it, and int32 holds it.
     block_size = None if block_size is None else min(block_size, max(1, tokens.shape[1]))
     revisions = min(revisions, torch.iinfo(torch.int32).max)
@@ -412,18 +414,22 @@ def _first_block(rows: _Rows, size: int) -> Tensor:
     return rows.masked & (block == block.masked_fill(~rows.masked, never).amin(dim=-1, keepdim=True))
 
 
-def _check_numbers(temperature: float, top_p: float, remask_below: float) -> None:
+def _numbers(temperature: float, top_p: float, remask_below: float) -> tuple[float, float, float]:
+    """The arguments of `decode` that may be real numbers of any kind, as float64."""
     given: dict[str, object] = {"temperature": temperature, "top_p": top_p, "remask_below": remask_below}
+    numbers = []
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"decode: {name} must be a number, got {check.describe(value)}")
         try:
-            float(value)
+            numbers.append(float(value))
         except OverflowError:
             raise ValueError(f"decode: {name} must be a number that float64 can hold") from None
+    temperature, top_p, remask_below = numbers
     if not 0 <= temperature < torch.inf:
         raise ValueError(f"decode: temperature must be a finite number >= 0, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"decode: top_p must lie in (0, 1], got {top_p}")
     if not 0 <= remask_below <= 1:
         raise ValueError(f"decode: remask_below must be a probability, got {remask_below}")
+    return temperature, top_p, remask_below

@@ -11,6 +11,7 @@ from torch import Tensor
 from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.models import MaskedModel, PermittingModel
+from mdmi_fast.models.call import never_of
 from mdmi_fast.ops import TokenStats
 
 _TILE = 1 << 20
@@ -30,7 +31,7 @@ def with_stops(model: MaskedModel, stop_tokens: Sequence[int], suppressed: Seque
         raise ValueError(
             f"decode: stop_tokens must not hold the mask token {model.mask_token_id}, got {[*stop_tokens]}"
         )
-    ruled_out = sorted(_never(model).intersection(stop_tokens))
+    ruled_out = sorted(never_of("decode", model).intersection(stop_tokens))
     if not ruled_out:
         return model
     if isinstance(model, PermittingModel):
@@ -39,11 +40,6 @@ def with_stops(model: MaskedModel, stop_tokens: Sequence[int], suppressed: Seque
         f"decode: stop_tokens must be tokens that the model can write, got {ruled_out}, which are in the attribute "
         f"never of {type(model).__name__}; give it a method permitting(tokens), see mdmi_fast.models.PermittingModel"
     )
-
-
-def _never(model: MaskedModel) -> set[int]:
-    """The tokens whose logits the model makes -inf itself."""
-    return {int(token) for token in getattr(model, "never", ())}
 
 
 def _any_besides(sets: Tensor, tokens: Collection[int]) -> Tensor:
@@ -87,7 +83,7 @@ class Vocabulary:
             TypeError: for a set of another kind.
             ValueError: for a set that does not fit to `asked`, or positions where nothing may be written.
         """
-        size, ruled_out = model.vocab_size, _never(model)
+        size, ruled_out = model.vocab_size, never_of("decode", model)
         left = {token for token in (model.mask_token_id, *suppressed) if token < size} - ruled_out
         whole = (*asked.shape, size)
         sets = torch.ones(size, dtype=torch.bool, device=asked.device) if allowed is None else allowed

@@ -127,7 +127,7 @@ def read_batch(
         tokens = pad_sequence([state.tokens for state in states], batch_first=True).to(device)
         visible = torch.arange(size[1], device="cpu") < lengths.unsqueeze(1)
         # What a model knows for padding in a state itself is hidden too, whatever lengths its batch has.
-        own = visible_positions(model, tokens, None)
+        own = visible_positions("read_batch", model, tokens, None)
         shown = visible.to(device) if own is None else own & visible.to(device)
         output = call_model("read_batch", model, tokens, None if own is None and bool(visible.all()) else shown)
         hidden, stats = output.hidden, ops.token_stats(output.logits)

@@ -14,10 +14,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.labels.plan import invert_cumulative
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.call import call_model, visible_positions
+from mdmi_fast.models.call import call_model, check_tokens, visible_positions
 
 
 class Masking(Protocol):
@@ -93,7 +94,7 @@ class Trajectory:
 
     @torch.no_grad()
     def __call__(self, model: MaskedModel, tokens: Tensor, seeds: Sequence[int]) -> Tensor:
-        free, visible = _maskable(model, tokens, self.keep)
+        free, visible = _maskable(model, tokens, seeds, self.keep)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         states = tokens.masked_fill(free, model.mask_token_id)
         goal = (free.sum(-1) * (1 - _luck(generators, 1, tokens.device)[:, 0])).ceil().long()  # that stay masked
@@ -109,8 +110,16 @@ class Trajectory:
             if model.mask_token_id < logits.shape[-1]:  # a position filled with it would be masked for ever
                 mask_token = torch.tensor([model.mask_token_id], device=logits.device)
                 logits = logits.index_fill(-1, mask_token, -torch.inf)
+            entropy = ops.entropy(logits)
+            broken = entropy.isnan() & masked[active]
+            if bool(broken.any()):
+                row, position = broken.nonzero()[0].tolist()
+                raise ValueError(
+                    f"Trajectory: the model's logits at sequence {int(active[row])}, position {position} give no "
+                    "distribution (NaN, +inf, or -inf for every token but the mask token)"
+                )
             drawn = invert_cumulative(logits.double().softmax(dim=-1), luck[:, 1].unsqueeze(-1)).squeeze(-1)
-            key = ops.entropy(logits).double() if self.order == "entropy" else luck[:, 0]
+            key = entropy.double() if self.order == "entropy" else luck[:, 0]
             key = key.masked_fill(~masked[active], torch.inf)
             count = (masked.sum(-1) - goal)[active].clamp(max=self.at_once)
             rank = key.argsort(dim=-1, stable=True).argsort(dim=-1)
@@ -118,9 +127,16 @@ class Trajectory:
             states[active] = states[active].where(~chosen, drawn)
 
 
-def _maskable(model: MaskedModel, tokens: Tensor, keep: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+def _maskable(
+    model: MaskedModel, tokens: Tensor, seeds: Sequence[int], keep: Sequence[int]
+) -> tuple[Tensor, Tensor | None]:
     """Which positions may be masked, and which are not padding; None for a model that knows no padding."""
-    visible = visible_positions(model, tokens, None)
+    check_tokens("masking", tokens)
+    for seed in seeds:
+        check.whole("masking", "each of seeds", seed, -(2**63), 2**64 - 1)
+    if not len(tokens) or len(seeds) != len(tokens):
+        raise ValueError(f"masking: there must be sequences, and a seed for each, got {len(tokens)} and {len(seeds)}")
+    visible = visible_positions("masking", model, tokens, None)
     free = ~torch.isin(tokens, torch.tensor(keep, dtype=tokens.dtype, device=tokens.device))
     free &= True if visible is None else visible
     if not bool(free.any(dim=-1).all()):
@@ -130,7 +146,7 @@ def _maskable(model: MaskedModel, tokens: Tensor, keep: Sequence[int]) -> tuple[
 
 def _mask(model: MaskedModel, tokens: Tensor, seeds: Sequence[int], share: float | None, keep: Sequence[int]) -> Tensor:
     """Mask a share of the maskable positions, at least one; None: a uniform share."""
-    free, _ = _maskable(model, tokens, keep)
+    free, _ = _maskable(model, tokens, seeds, keep)
     luck = _luck([torch.Generator().manual_seed(seed) for seed in seeds], 1 + tokens.shape[1], tokens.device)
     size = free.sum(dim=-1)
     wanted = (size * (1 - luck[:, 0])).ceil() if share is None else (size * share).round().clamp(min=1)

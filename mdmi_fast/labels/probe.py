@@ -14,7 +14,7 @@ is decided, with proof, in `plan`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple, get_args
 
 import torch
@@ -91,12 +91,14 @@ def label_mi(
     """
     if form not in FORMS:
         raise ValueError(f"label_mi: form must be one of {', '.join(FORMS)}, got {form!r}")
-    if not isinstance(tokens, Tensor):
-        raise TypeError(f"label_mi: tokens must be a tensor, got {type(tokens).__name__}")
+    check.dense("label_mi", "tokens", tokens)
     single = tokens.ndim == 1
     if single:
         tokens = tokens.unsqueeze(0)
-        mask, attention_mask, pairs = (None if m is None else m.unsqueeze(0) for m in (mask, attention_mask, pairs))
+        # What is no tensor is named by `probe_mi`.
+        mask, attention_mask, pairs = (
+            m.unsqueeze(0) if isinstance(m, Tensor) else m for m in (mask, attention_mask, pairs)
+        )
     probe = probe_mi(
         model,
         tokens,
@@ -165,11 +167,18 @@ def probe_mi(
         TypeError: for arguments or an answer of the model of another kind.
         ValueError: for arguments that do not fit, or a model whose answer does not fit or is NaN.
     """
-    _check(tokens, mask, attention_mask, pairs, forms, epsilon, directions, window, samples, batch_size, precision)
+    _check(tokens, mask, attention_mask, pairs, forms, directions, precision)
+    check.at_least("probe_mi", "epsilon", epsilon, 0.0)
+    check.whole("probe_mi", "seed", seed, -(2**63))
+    for name, number, least in (("window", window, 0), ("samples", samples, 2), ("batch_size", batch_size, 1)):
+        if number is not None or name == "batch_size":
+            check.whole("probe_mi", name, number, least)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"probe_mi: progress must be a function, got {check.describe(progress)}")
     forward = model if isinstance(model, Forward) else Forward(model, batch_size * tokens.shape[1], precision)
     check_model("probe_mi", forward.model)
     mask_token = forward.model.mask_token_id
-    attention_mask = visible_positions(forward.model, tokens, attention_mask)
+    attention_mask = visible_positions("probe_mi", forward.model, tokens, attention_mask)
     if mask is None:
         mask = tokens == mask_token
     if attention_mask is not None:
@@ -371,31 +380,21 @@ def _check(
     attention_mask: Tensor | None,
     pairs: Tensor | None,
     forms: Sequence[Form],
-    epsilon: float,
     directions: Directions,
-    window: int | None,
-    samples: int | None,
-    batch_size: int,
     precision: Precision,
 ) -> None:
     check_tokens("probe_mi", tokens, attention_mask)
-    if mask is not None:
-        if not isinstance(mask, Tensor):
-            raise TypeError(f"probe_mi: mask must be a tensor, got {type(mask).__name__}")
-        if mask.shape != tokens.shape or mask.dtype != torch.bool:
-            raise ValueError(
-                f"probe_mi: mask must be {tuple(tokens.shape)} bool like tokens, got {check.describe(mask)}"
-            )
+    for name, given in (("mask", mask), ("pairs", pairs)):
+        if given is not None:
+            check.dense("probe_mi", name, given)
+    check.same_device("probe_mi", tokens=tokens, mask=mask, pairs=pairs)
+    if mask is not None and (mask.shape != tokens.shape or mask.dtype != torch.bool):
+        raise ValueError(f"probe_mi: mask must be {tuple(tokens.shape)} bool like tokens, got {check.describe(mask)}")
     square = (*tokens.shape, tokens.shape[1])
     if pairs is not None and (pairs.shape != square or pairs.dtype != torch.bool or not pairs.equal(pairs.mT)):
         raise ValueError(f"probe_mi: pairs must be {square} bool and symmetric, got {tuple(pairs.shape)} {pairs.dtype}")
-    if not forms or any(form not in FORMS for form in forms):
+    if not isinstance(forms, Collection) or not forms or any(form not in FORMS for form in forms):
         raise ValueError(f"probe_mi: forms must be some of {', '.join(FORMS)}, got {forms!r}")
-    if not epsilon >= 0:
-        raise ValueError(f"probe_mi: epsilon must be >= 0 nats, got {epsilon}")
     for name, choice, choices in (("directions", directions, Directions), ("precision", precision, Precision)):
         if choice not in get_args(choices):
             raise ValueError(f"probe_mi: {name} must be one of {', '.join(get_args(choices))}, got {choice!r}")
-    for name, number, least in (("window", window, 0), ("samples", samples, 2), ("batch_size", batch_size, 1)):
-        if number is not None and number < least:
-            raise ValueError(f"probe_mi: {name} must be at least {least}, got {number}")

@@ -150,7 +150,7 @@ def mi_map(
         check.of_kind("mi_map", "attention_mask", attention_mask, torch.bool)
         check.shape("mi_map", "attention_mask", attention_mask, tokens.shape, "[N]")
         attention_mask = attention_mask.unsqueeze(0)
-    shown = visible_positions(model, tokens.unsqueeze(0), attention_mask)
+    shown = visible_positions("mi_map", model, tokens.unsqueeze(0), attention_mask)
     attention_mask = None if shown is None else shown[0]
     mask = mask if attention_mask is None else mask & attention_mask
     if int(mask.sum()) < 2:

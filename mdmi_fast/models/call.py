@@ -34,12 +34,13 @@ def _check_protocol(owner: str, model: Any) -> None:
     if isinstance(model, type) or not callable(model):
         raise TypeError(f"{owner}: model must be an object that can be called, got {model!r}")
     name = type(model).__name__
-    for attribute in ("mask_token_id", "vocab_size", "hidden_size"):
+    for attribute, least in (("mask_token_id", 0), ("vocab_size", 1), ("hidden_size", 1)):
         value: Any = getattr(model, attribute, None)
-        if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-            raise TypeError(f"{owner}: model must have an integer {attribute}, got {value!r} of {name}")
-        if operator.index(value) < 0:
-            raise ValueError(f"{owner}: {attribute} of {name} must be at least 0, got {value}")
+        try:
+            number = _index(value)
+        except TypeError:
+            raise TypeError(f"{owner}: model must have an integer {attribute}, got {value!r} of {name}") from None
+        check.whole(owner, f"{attribute} of {name}", number, least)
 
 
 def check_tokens(owner: str, tokens: Any, attention_mask: Any = None) -> None:
@@ -50,8 +51,8 @@ def check_tokens(owner: str, tokens: Any, attention_mask: Any = None) -> None:
         ValueError: for another shape, dtype or device.
     """
     for name, given in (("tokens", tokens), ("attention_mask", attention_mask)):
-        if given is not None and not isinstance(given, Tensor):
-            raise TypeError(f"{owner}: {name} must be a tensor, got {type(given).__name__}")
+        if given is not None or name == "tokens":
+            check.dense(owner, name, given)
     if tokens.ndim != 2 or tokens.dtype != torch.int64:
         raise ValueError(f"{owner}: tokens must be [B, N] int64, got shape {tuple(tokens.shape)} {tokens.dtype}")
     if tokens.is_meta:
@@ -67,26 +68,48 @@ def check_tokens(owner: str, tokens: Any, attention_mask: Any = None) -> None:
 
 
 def token_list(owner: str, name: str, tokens: Iterable[int], size: int) -> list[int]:
-    """An argument that names tokens.
+    """An argument that names tokens: integers, or a tensor of them.
 
     Raises:
         TypeError: for what is no sequence of integers; a float is not cut to one.
         ValueError: for tokens outside of the vocabulary of that size.
     """
     try:
-        found = [_no_bool(token) for token in tokens]
+        if isinstance(tokens, bytes):  # each of them counts as an integer
+            raise TypeError
+        found = [_index(token) for token in (_listed(tokens) if isinstance(tokens, Tensor) else tokens)]
     except TypeError:
-        raise TypeError(f"{owner}: {name} must be a sequence of tokens, which are integers, got {tokens!r}") from None
+        raise TypeError(
+            f"{owner}: {name} must be a sequence of tokens, which are integers, got {check.shown(tokens)}"
+        ) from None
     for token in found:
         if not 0 <= token < size:
             raise ValueError(f"{owner}: {name} must be tokens in 0..{size - 1}, got {token}")
     return found
 
 
-def _no_bool(value: Any) -> int:
+def _listed(tokens: Tensor) -> list[Any]:
+    if tokens.is_meta or tokens.ndim != 1:
+        raise TypeError
+    found: list[Any] = tokens.tolist()
+    return found
+
+
+def _index(value: Any) -> int:
+    """An integer that is none of Python's, such as one of numpy, as one of Python's."""
     if isinstance(value, bool):
         raise TypeError
     return operator.index(value)
+
+
+def never_of(owner: str, model: MaskedModel) -> set[int]:
+    """The tokens whose logits a model makes -inf itself.
+
+    Raises:
+        TypeError: if its attribute `never` is no sequence of integers.
+        ValueError: if it names what is no token.
+    """
+    return set(token_list(owner, f"never of {type(model).__name__}", getattr(model, "never", ()), model.vocab_size))
 
 
 def check_flag(owner: str, name: str, value: object) -> bool:
@@ -100,15 +123,22 @@ def check_flag(owner: str, name: str, value: object) -> bool:
     return value
 
 
-def visible_positions(model: MaskedModel, tokens: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+def visible_positions(owner: str, model: MaskedModel, tokens: Tensor, attention_mask: Tensor | None) -> Tensor | None:
     """Which positions are not padding: [B, N] bool, or None for a model that knows no padding.
 
     Whoever runs a model several times on sequences that it writes to decides this once, from the tokens as they were
     given, and hands it to every pass: what is written may be the pad token.
+
+    Raises:
+        TypeError: if the model's `visible` answers with another kind than bool.
+        ValueError: if the answer is not [B, N] on the device of the tokens.
     """
-    if attention_mask is None and isinstance(model, PaddedModel):
-        return model.visible(tokens)
-    return attention_mask
+    if attention_mask is not None or not isinstance(model, PaddedModel):
+        return attention_mask
+    what = f"visible of {type(model).__name__}"
+    visible = check.of_kind(owner, what, model.visible(tokens), torch.bool)
+    _check_fit(owner, what, visible, tokens, (), "[B, N]")
+    return visible
 
 
 def call_model(owner: str, model: MaskedModel, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:

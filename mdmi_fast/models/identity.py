@@ -37,7 +37,7 @@ def describe_model(model: object) -> dict[str, Any]:
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     plain = {
         name: value
-        for name, value in vars(model).items()
+        for name, value in _attributes(model).items()
         if type(value) in (bool, int, float, str) and name[0] != "_" and name != "training"
     }
     return {"class": type(model).__qualname__, **dict(sorted(plain.items())), "weights": digest.hexdigest()}
@@ -76,19 +76,51 @@ def differences(kept: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def modules_of(model: object) -> list[torch.nn.Module]:
-    """The model itself where it is a module, else the modules among its attributes."""
+    """The model itself where it is a module, else the modules that it holds, see `_held_modules`."""
     if isinstance(model, torch.nn.Module):
         return [model]
-    return [value for value in getattr(model, "__dict__", {}).values() if isinstance(value, torch.nn.Module)]
+    return list(_held_modules(model).values())
 
 
 def tensors_of(model: object) -> dict[str, Tensor]:
-    """The tensors that a model answers with: a module's parameters and buffers, or the attributes of another object."""
+    """The tensors that a model answers with: a module's parameters and buffers, or what another object holds of them.
+
+    Of loose tensors only attributes count: a list of them may be anything, such as what was asked so far.
+    """
     if isinstance(model, torch.nn.Module):
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    attributes = getattr(model, "__dict__", {})
-    found = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
-    for name, value in attributes.items():
-        if isinstance(value, torch.nn.Module):
-            found.update({f"{name}.{inner}": tensor for inner, tensor in tensors_of(value).items()})
+    found = {name: value for name, value in _attributes(model).items() if isinstance(value, Tensor)}
+    for name, module in _held_modules(model).items():
+        found.update({f"{name}.{inner}": tensor for inner, tensor in tensors_of(module).items()})
     return found
+
+
+_DEEPEST = 3
+"""A model that wraps a model that keeps networks in a list: deeper lies what is not a model's own, such as loggers."""
+
+
+def _held_modules(holder: object, depth: int = _DEEPEST) -> dict[str, torch.nn.Module]:
+    """The modules among the attributes of an object, in lists, tuples and dicts there, and held by objects there."""
+    found: dict[str, torch.nn.Module] = {}
+    for name, value in _attributes(holder).items():
+        if isinstance(value, torch.nn.Module):
+            found[name] = value
+        elif depth > 1 and not isinstance(value, (type, Tensor)):
+            found.update({f"{name}.{inner}": module for inner, module in _held_modules(value, depth - 1).items()})
+    return found
+
+
+def _attributes(holder: object) -> dict[str, Any]:
+    """What an object holds, by name; the entries of lists, tuples and dicts by number or key."""
+    if isinstance(holder, dict):
+        return {str(key): value for key, value in holder.items()}
+    if isinstance(holder, (list, tuple)):
+        return {str(number): value for number, value in enumerate(holder)}
+    slots = [name for kind in type(holder).__mro__ for name in _slots(kind) if hasattr(holder, name)]
+    return {**{name: getattr(holder, name) for name in slots}, **getattr(holder, "__dict__", {})}
+
+
+def _slots(kind: type) -> list[str]:
+    """The names in a class's `__slots__`, besides those that python keeps for itself."""
+    slots = kind.__dict__.get("__slots__", ())
+    return [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]

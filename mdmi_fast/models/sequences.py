@@ -70,7 +70,7 @@ class SequenceModel(nn.Module):
         unwanted = set(token_list(name, "never", never, vocab_size))
         unwanted |= {mask_token_id} if mask_token_id < vocab_size else set()
         self.never: Tensor
-        self.register_buffer("never", torch.tensor(sorted(unwanted), dtype=torch.int64), persistent=False)
+        self.register_buffer("never", torch.tensor(sorted(unwanted), dtype=torch.int64, device="cpu"), persistent=False)
 
     @property
     def batch_invariant(self) -> bool:

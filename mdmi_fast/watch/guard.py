@@ -596,7 +596,7 @@ def pseudo_likelihood(
     if not len(rows):
         return total.exp()
     seeds = draw_seeds(positions, generator, tokens.device).tolist()
-    visible = visible_positions(model, tokens, attention_mask)
+    visible = visible_positions("pseudo_likelihood", model, tokens, attention_mask)
     visible = None if visible is None else visible[rows]
     for seed in seeds:
         source = torch.Generator().manual_seed(seed)

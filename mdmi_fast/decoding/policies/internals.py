@@ -93,6 +93,7 @@ class AttentionGraph(Rule):
                 f"AttentionGraph: step.attention must be [B, N, N] = {(*mask.shape, mask.shape[1])}, averaged over heads "
                 f"and layers, got {check.describe(attention)}"
             )
+        check.same_device("AttentionGraph", **{"mask": mask, "step.attention": attention})
         weight = (attention + attention.transpose(-1, -2)) / 2
         pairs = mask.unsqueeze(-1) & mask.unsqueeze(-2)
         pairs.diagonal(dim1=-2, dim2=-1).fill_(False)
