@@ -169,9 +169,12 @@ class RedisStore:
             raise _missing_extra(error, "RedisStore") from None
         self.lifetime = _at_least_one("RedisStore", "lifetime", lifetime)
         self.retry_after = retry_after
-        self._client = redis.Redis.from_url(
-            url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
-        )
+        try:
+            self._client = redis.Redis.from_url(
+                url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 0)
+            )
+        except ValueError as error:
+            raise ValueError(f"RedisStore: url must be a URL of Redis, got {url!r}: {error}") from error
         self._error = redis.RedisError
         self._dead_until = 0.0
         self._say_once = _once(
