@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -264,6 +265,12 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_decoding_goes_on(tmp_p
     with pytest.warns(UserWarning, match="cannot be used, decoding goes on without it") as said:
         decode(model, STATES, policy)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("url", ["redis://host:port:x", "redis://[::1", "redis://host:6379/?db=x", "http://host", ""])
+def test_what_is_no_url_of_redis_is_refused_by_name(url: str) -> None:
+    with pytest.raises(ValueError, match=f"RedisStore: url must be a URL of Redis, got {re.escape(repr(url))}: "):
+        RedisStore(url)
 
 
 def test_an_unreachable_redis_is_a_miss_and_one_warning(tmp_path: Path) -> None:

@@ -204,6 +204,20 @@ def test_deadlines_backpressure_and_the_end_are_clear_answers() -> None:
     assert run(body, Toy(0.05), max_queue=3) == [None] * 3
 
 
+def test_requests_whose_deadline_has_passed_take_no_place_in_the_queue() -> None:
+    async def body(dispatcher: Dispatcher) -> Any:
+        busy = asyncio.create_task(dispatcher.decode(job(*[4] * 20), 60))
+        await asyncio.sleep(0)
+        await until(lambda: dispatcher.waiting == 0)
+        for _ in range(2):
+            late = await asyncio.gather(*(dispatcher.decode(job(4), 0.05) for _ in range(3)), return_exceptions=True)
+            assert [isinstance(one, Refused) and one.status for one in late] == [504] * 3
+            assert dispatcher.waiting == 0
+        return (await busy).answer.error
+
+    assert run(body, Toy(0.1), max_queue=3) is None
+
+
 def test_a_killed_worker_loses_nothing() -> None:
     async def body(dispatcher: Dispatcher) -> Any:
         tasks = [asyncio.create_task(dispatcher.decode(job(*[4] * 8, seed=n), 60)) for n in range(30)]

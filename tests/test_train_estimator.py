@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, train_estimator
 from mdmi_fast.estimator.data import Example, examples, read_batch, split_states
 from mdmi_fast.estimator.scorer import Output
-from mdmi_fast.estimator.train import PairLoss, TrainingProgress, Transform, _order
+from mdmi_fast.estimator.train import PairLoss, TrainingProgress, Transform, _order, _total
 from mdmi_fast.labels import LabelSet, label_mi
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
@@ -458,6 +461,47 @@ def test_a_checkpoint_of_another_training_is_refused(
     train_estimator(student(quick), quick, labels, epochs=1, checkpoint=tmp_path / "c.pt")
     with pytest.raises(ValueError, match=f"is of a training with other {changed}; delete it"):
         train_estimator(student(quick), quick, labels, **{"epochs": 1, "checkpoint": tmp_path / "c.pt"} | options)
+
+
+def test_a_checkpoint_knows_its_labels_on_every_processor() -> None:
+    """Instruction sets add in their own orders, in all but one of which the 1 is lost beside 2^60."""
+    for order in itertools.permutations([2.0**60, 1.0, -(2.0**60)]):
+        state = Example(
+            torch.full((3,), 2), torch.arange(3), torch.combinations(torch.arange(3)), torch.tensor(order), None
+        )
+        assert _total([state]) == 1.0
+
+
+def one_of_two(rank: int, port: int, joint: Tensor, labels: LabelSet, folder: Path) -> None:
+    """A process of a training whose processes share no folder."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    quick = Remembering(JointTable(joint), labels.tokens)
+    own = folder / str(rank)
+    estimator, _ = train_estimator(student(quick), quick, labels, epochs=3, checkpoint=own / "c.pt")
+    torch.save(estimator.state_dict(), own / "weights.pt")
+    dist.destroy_process_group()
+
+
+def test_processes_that_share_no_folder_go_on_from_the_checkpoint_of_the_first(
+    taught: tuple[JointTable, LabelSet], tmp_path: Path
+) -> None:
+    model, labels = taught
+    quick = Remembering(model, labels.tokens)
+    whole, _ = train_estimator(student(quick), quick, labels, epochs=3)
+
+    def interrupt(_: TrainingProgress) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_estimator(student(quick), quick, labels, epochs=3, checkpoint=tmp_path / "0" / "c.pt", on_epoch=interrupt)
+    assert (tmp_path / "0" / "c.pt").exists()
+    (tmp_path / "1").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    mp.spawn(one_of_two, (port, model.joint, labels, tmp_path), nprocs=2)
+    for rank in ("0", "1"):
+        found = torch.load(tmp_path / rank / "weights.pt", weights_only=True)
+        assert all(value.equal(found[name]) for name, value in whole.state_dict().items())
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", None], ids=["empty", "nonsense", "truncated"])

@@ -163,7 +163,10 @@ class RedisStore:
         once = require("redis.retry", "cache", "RedisStore").Retry(redis.backoff.NoBackoff(), 0)
         self.lifetime = _at_least_one("RedisStore", "lifetime", lifetime)
         self.retry_after = retry_after
-        self._client = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=once)
+        try:
+            self._client = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=once)
+        except ValueError as error:
+            raise ValueError(f"RedisStore: url must be a URL of Redis, got {url!r}: {error}") from error
         self._error = redis.RedisError
         self._dead_until = 0.0
         self._say_once = _once(

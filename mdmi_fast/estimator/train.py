@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import describe_model, identity
 
+T = TypeVar("T")
 Transform = Literal["root", "none", "log"]
 _PARTS = 8
 """Parts of a batch whose gradients are added in order: as many processes can share a batch, and no sum depends on how many
@@ -176,8 +177,8 @@ def train_estimator(
         "estimator": estimator.configuration(),
         "start": describe_model(estimator)["weights"],
         "model": identity(model),
-        "labels": [len(states), sum(float(state.mi.double().sum()) for state in states)],
-        "old": [len(old_states), sum(float(state.mi.double().sum()) for state in old_states)],
+        "labels": [len(states), _total(states)],
+        "old": [len(old_states), _total(old_states)],
         "loss": asdict(loss),
         "epochs": epochs,
         "batch_size": batch_size,
@@ -224,6 +225,11 @@ def _check_labels(name: str, states: Sequence[Example], hidden_size: int) -> Non
                 f"train_estimator: {name} must bring hidden states of width {hidden_size}, as the estimator reads, got "
                 f"{state.hidden.shape[1]} in state {number}"
             )
+
+
+def _total(states: Sequence[Example]) -> float:
+    """The sum of all labels, rounded once: torch's own differs between processors, and a checkpoint may go to another."""
+    return math.fsum(label for state in states for label in state.mi.tolist())
 
 
 class _Trainer:
@@ -299,8 +305,10 @@ class _Run:
         if _rank() == 0:
             for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while it wrote
                 leftover.unlink()
-        if path.exists():
-            self._resume(path)
+        # The processes of one training may be on machines that share no folder.
+        kept = _told_by_first(lambda: path.read_bytes() if path.exists() else None)
+        if kept is not None:
+            self._resume(path, kept)
 
     def finish_epoch(self, score: float) -> None:
         if not self.best or score > self._best_score:
@@ -323,9 +331,9 @@ class _Run:
             "optimizer": self._optimizer.state_dict(),
         }
 
-    def _resume(self, path: Path) -> None:
+    def _resume(self, path: Path, held: bytes) -> None:
         try:
-            kept = torch.load(path, map_location="cpu", weights_only=True)
+            kept = torch.load(io.BytesIO(held), map_location="cpu", weights_only=True)
             settings, state = kept["settings"], kept["state"]
         except Exception as error:  # torch and pickle raise many kinds for a file that is something else
             raise ValueError(f"{path}: not the checkpoint of a training: {error}") from error
@@ -368,11 +376,11 @@ def _from_all(tensor: Tensor) -> list[Tensor]:
     return found
 
 
-def _told_by_first(judge: Callable[[], PairReport]) -> PairReport:
-    """What the first process finds, in all of them: they must not disagree on when to stop."""
+def _told_by_first(find: Callable[[], T]) -> T:
+    """What the first process finds, in all of them: they must not disagree on where to begin and when to stop."""
     if _world() == 1:
-        return judge()
-    box = [judge() if _rank() == 0 else None]
+        return find()
+    box: list[Any] = [find() if _rank() == 0 else None]
     dist.broadcast_object_list(box)
-    assert box[0] is not None
-    return box[0]
+    found: T = box[0]
+    return found

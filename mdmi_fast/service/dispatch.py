@@ -61,7 +61,7 @@ class Watcher:
         """No worker can start any more; nothing will be decoded."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Pending:
     job: Job
     answer: asyncio.Future[Served]
@@ -182,6 +182,8 @@ class Dispatcher:
         try:
             return await asyncio.wait_for(pending.answer, seconds)
         except asyncio.TimeoutError:
+            with contextlib.suppress(ValueError):  # no worker has taken it: its place is another's
+                self._queue.remove(pending)
             text = f"the deadline of {seconds:g} s has passed"
             raise Refused(504, text, queue_seconds=pending.queue_seconds) from None
 
