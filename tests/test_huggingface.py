@@ -673,6 +673,38 @@ def test_a_pad_token_that_ends_texts_too_is_padding_only_where_a_mask_says_so() 
     assert not model(tokens, visible).logits[:, :5].equal(model(tokens).logits[:, :5])
 
 
+def test_a_word_that_only_a_configuration_takes_for_padding_is_text() -> None:
+    """Configurations have a pad token that nobody chose, 0 for BERT."""
+
+    class Letters:
+        mask_token_id, pad_token_id, all_special_ids = MASK, None, (MASK,)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {chr(97 + token): token for token in range(20)}
+
+    tokens = torch.tensor([[START, 5, MASK, MASK, 7, PAD]])
+    model = HuggingFaceModel(tiny("bert"), Letters())
+    assert model.network.config.pad_token_id == PAD  # type: ignore[union-attr]
+    assert model.visible(tokens).all()
+    assert not HuggingFaceModel(tiny("bert"), never=[MASK]).visible(tokens).all()
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta"])
+@pytest.mark.parametrize("options", [{"samples": 3}, {"samples": 2, "form": "kl"}, {"batch_size": 2}])
+def test_padding_changes_no_label_on_either_side(architecture: str, options: dict[str, Any]) -> None:
+    network = tiny(architecture)
+    with torch.no_grad():
+        for weights in network.parameters():
+            weights.mul_(8.0)  # so that labels are no matter of rounding
+    model = HuggingFaceModel(network, mask_token_id=MASK)
+    pad, own = model.pad_token_id, torch.tensor([[START, 9, MASK, 8, MASK, MASK, 11]])
+    assert pad is not None
+    expected = label_mi(model, own, **options).mi
+    for left, right in ((3, 0), (0, 4), (5, 2)):
+        padded = torch.nn.functional.pad(own, (left, right), value=pad)
+        assert label_mi(model, padded, **options).mi[:, left : left + 7, left : left + 7].equal(expected)
+
+
 def test_a_model_may_write_its_pad_token_while_it_decodes_or_is_probed() -> None:
     tokens = torch.tensor([[START, 5, MASK, MASK, MASK, MASK, 7, PAD]])
     plain = HuggingFaceModel(tiny("bert"), never=[MASK])  # here the last token is padding

@@ -196,6 +196,18 @@ def test_a_table_of_a_few_rows_has_an_end(rows: int) -> None:
     assert length_limit(table, table.run) == rows
 
 
+@pytest.mark.parametrize("error", [AssertionError, ValueError])
+@pytest.mark.parametrize("most", [2, 5, 6, 9, 12, 20])
+def test_a_network_may_refuse_what_its_tables_still_hold(most: int, error: type[Exception]) -> None:
+    def read(table: Table, length: int) -> Tensor:
+        if length > most:
+            raise error(f"at most {most}, got {length}")
+        return nn.functional.embedding(torch.arange(length), table.learned)
+
+    table = Table(read)
+    assert length_limit(table, table.run) == min(most, len(table.learned))
+
+
 def test_memory_that_runs_out_is_no_limit() -> None:
     def run(length: int) -> Tensor:
         if length > 5:

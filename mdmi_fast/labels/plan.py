@@ -75,6 +75,7 @@ def make_plan(
     mask: Tensor,
     pairs: Tensor,
     *,
+    visible: Tensor | None,
     forms: Sequence[Form],
     epsilon: float,
     directions: Directions,
@@ -89,11 +90,12 @@ def make_plan(
         tokens: [B, N] int64, the mask token where masked.
         mask: [B, N] bool.
         pairs: [B, N, N] bool, symmetric: the pairs wanted, both ends masked.
+        visible: [B, N] bool, False at padding; None: no padding.
         forms: whose error must be within epsilon.
         epsilon: nats.
         directions: "both" ends of a pair, or "one".
         samples: draw so many values of a position that needs more; None: never.
-        seed: of what is drawn, together with the sequence itself: nothing depends on the batch.
+        seed: of what is drawn, together with the sequence itself: nothing depends on the batch or on padding.
         interchangeable: tokens whose relabelling relabels the model's answer.
     """
     logp = base.double().log_softmax(dim=-1).masked_fill(~mask.unsqueeze(-1), 0.0)  # what is visible may be NaN
@@ -115,7 +117,7 @@ def make_plan(
     drawn = torch.zeros_like(mask)
     if samples is not None:
         drawn = needed > samples
-        weights = _draw(p, tokens, samples, seed).where(drawn.unsqueeze(-1), weights)
+        weights = _draw(p, tokens, visible, samples, seed).where(drawn.unsqueeze(-1), weights)
     values = weights > 0
     weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
 
@@ -192,13 +194,16 @@ def _independent(edges: Tensor, candidates: Tensor, cost: Tensor) -> Tensor:
     return chosen
 
 
-def _draw(p: Tensor, tokens: Tensor, samples: int, seed: int) -> Tensor:
+def _draw(p: Tensor, tokens: Tensor, visible: Tensor | None, samples: int, seed: int) -> Tensor:
     """How often each value [B, N, V] float64 comes up in `samples` draws a position, from seed and sequence alone."""
-    luck = []
-    for sequence in tokens:
-        generator = torch.Generator().manual_seed((seed + fingerprint(sequence)) % 2**63)
-        luck.append(torch.rand(len(sequence), samples, dtype=torch.float64, generator=generator, device="cpu"))
-    drawn = invert_cumulative(p, torch.stack(luck).to(p.device))
+    luck = torch.zeros(*tokens.shape, samples, dtype=torch.float64, device="cpu")
+    for row, sequence in enumerate(tokens):
+        own = torch.ones_like(sequence, dtype=torch.bool) if visible is None else visible[row]
+        generator = torch.Generator().manual_seed((seed + fingerprint(sequence[own])) % 2**63)
+        luck[row, own.cpu()] = torch.rand(
+            int(own.sum()), samples, dtype=torch.float64, generator=generator, device="cpu"
+        )
+    drawn = invert_cumulative(p, luck.to(p.device))
     return torch.zeros_like(p).scatter_add_(-1, drawn, torch.ones_like(drawn, dtype=p.dtype))
 
 

@@ -82,9 +82,17 @@ def read_in_pieces(
         weights = shares.unsqueeze(-1).expand(answers.shape[:-1])
         kl += ops.expected_kl(answers, weights, base)
         conditional += ops.expected_entropy(answers, weights)
-        mixture += torch.einsum("k,knv->nv", shares.to(answers.dtype), answers.softmax(dim=-1))
+        mixture += _mixture(answers, shares)
     joint = (ops.entropy(mixture.log()) - conditional).clamp(min=0)
     return Reading(group, columns, _forms(group, joint, entropy - conditional, kl), None)
+
+
+def _mixture(answers: Tensor, shares: Tensor) -> Tensor:
+    """[n, V] sum_k shares_k softmax(answers_k).
+
+    No matrix product, which adds in another order when there are more positions.
+    """
+    return (shares.to(answers.dtype).view(-1, 1, 1) * answers.softmax(dim=-1)).sum(dim=0)
 
 
 def read_sample(group: Group, columns: slice, logits: Tensor, base: Tensor, entropy: Tensor) -> Reading:
@@ -94,7 +102,7 @@ def read_sample(group: Group, columns: slice, logits: Tensor, base: Tensor, entr
     in second order only, so its standard error is that of the terms.
     """
     answers, shares = group.answers(logits, 0)
-    mixture = torch.einsum("k,knv->nv", shares.to(answers.dtype), answers.softmax(dim=-1)).log()
+    mixture = _mixture(answers, shares).log()
     terms: dict[Form, Tensor] = {
         "joint": ops.kl_divergence(answers, mixture.expand_as(answers)),
         "entropy": entropy - ops.entropy(answers),

@@ -108,8 +108,7 @@ class HuggingFaceModel(SequenceModel):
             hidden_size=sum(states[layer].shape[-1] for layer in chosen),
             mask_token_id=mask,
             pad_token_id=pad,
-            pad_is_text=pad
-            in _tokens_of(config if getattr(tokenizer, "pad_token_id", None) is None else tokenizer, _TEXT),
+            pad_is_text=_is_text(pad, tokenizer, config),
             never=never,
             max_length=limit,
             batch_invariant=batch_invariant,
@@ -465,6 +464,19 @@ def _tokens_of(source: Any, roles: Iterable[str]) -> list[int]:
     found = [getattr(source, f"{role}_token_id", None) for role in roles]
     tokens = [token for entry in found for token in (entry if isinstance(entry, list) else [entry])]
     return [token for token in tokens if token is not None]
+
+
+def _is_text(pad: int | None, tokenizer: Any, config: Any) -> bool:
+    """Whether the pad token has another meaning too.
+
+    One of the configuration's, of which some have a number that nobody chose, may also be any word of the tokenizer.
+    """
+    if getattr(tokenizer, "pad_token_id", None) is not None:
+        return pad in _tokens_of(tokenizer, _TEXT)
+    if tokenizer is None:
+        return pad in _tokens_of(config, _TEXT)
+    names = getattr(tokenizer, "get_vocab", None)
+    return pad in (range(len(tokenizer)) if names is None else names().values())
 
 
 def _special_tokens(tokenizer: Any, config: Any, vocabulary: int) -> list[int]:

@@ -119,8 +119,25 @@ def length_limit(network: nn.Module, run: Callable[[int], object]) -> int | None
         # Of what grows at first, such as the buckets of relative distances, not everything goes on growing.
         reads = _watched(network, run, limit + 1, until=growing)
         if reads is None or not all(reads[key].fits for key in growing if key in reads):
-            return limit
+            # Slices do not tell when to stop: one that takes the whole is not seen.
+            ends = [key for key in growing if key[0] is not _aten.slice.Tensor]
+            if not ends:
+                return limit
+            return _last(limit, lambda length: _watched(network, run, length, until=ends) is not None)
     return None
+
+
+def _last(most: int, fits: Callable[[int], bool]) -> int:
+    """The most tokens that fit, of at most so many: a network may refuse what its tables still hold."""
+    least = _LONGER
+    length = most
+    while least < most:
+        if fits(length):
+            least = length
+        else:
+            most = length - 1
+        length = (least + most + 1) // 2
+    return most
 
 
 def _watched(
@@ -135,6 +152,6 @@ def _watched(
         pass
     except torch.OutOfMemoryError:
         raise
-    except (IndexError, RuntimeError, ValueError):
+    except (IndexError, RuntimeError, ValueError, AssertionError):
         return None
     return watch.reads
