@@ -141,14 +141,18 @@ def one_batch(x: Tensor, n_trailing: int) -> Tensor:
     return x.reshape(math.prod(x.shape[:n_lead]), *x.shape[n_lead:])
 
 
+def sequences(op: str, **given: object) -> None:
+    """Each a list or tuple, or what else counts as a sequence; no tensor."""
+    for name, value in given.items():
+        if isinstance(value, Tensor) or not isinstance(value, Sequence):
+            raise TypeError(f"{op}: {name} must be a sequence of tensors, got {type(value).__name__}")
+
+
 def dense_layers(
     op: str, weights: Sequence[Tensor], biases: Sequence[Tensor], n_in: int | None, **beside: Tensor
 ) -> None:
     """Weights [in, out] and biases [out] that follow each other, the first taking n_in inputs (None: any)."""
-    given: dict[str, object] = {"weights": weights, "biases": biases}
-    for name, layers in given.items():
-        if isinstance(layers, Tensor) or not isinstance(layers, Sequence):
-            raise TypeError(f"{op}: {name} must be a sequence of tensors, got {type(layers).__name__}")
+    sequences(op, weights=weights, biases=biases)
     if len(weights) != len(biases):
         raise ValueError(f"{op}: biases must be one a layer, got {len(weights)} weights and {len(biases)} biases")
     for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):

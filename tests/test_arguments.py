@@ -225,6 +225,37 @@ def test_choices_are_text(wrong: Any) -> None:
             getattr(ops, op)(**{**CALLS[op], name: wrong})
 
 
+@pytest.mark.parametrize("wrong", [["cpp"], [], 1, 0, False, b"cpp", ""], ids=repr)
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("op", ["entropy", "kl_divergence", "mlp", "pairwise_mlp", "select_budget"])
+def test_a_backend_is_named_or_none_also_where_torch_follows_gradients(op: str, gradient: bool, wrong: Any) -> None:
+    arguments = {
+        name: x.clone().requires_grad_(gradient) if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in CALLS[op].items()
+    }
+    with pytest.raises(ValueError if wrong == "" else TypeError, match=rf"^{op}: backend must be one of '"):
+        getattr(ops, op)(**{**arguments, "backend": wrong})
+
+
+@pytest.mark.parametrize("name", ["weights", "biases"])
+@pytest.mark.parametrize(
+    "wrong", [None, 5, torch.tensor(1.0), (x for x in ())], ids=["None", "int", "tensor", "iterator"]
+)
+def test_layers_are_a_sequence_beside_prepared_weights_too(name: str, wrong: Any) -> None:
+    prepared = ops.prepare_pairwise(**NETWORK)
+    arguments = {**CALLS["pairwise_mlp"], "prepared": prepared, name: wrong}
+    with pytest.raises(TypeError, match=rf"^pairwise_mlp: {name} must be a sequence of tensors, got "):
+        ops.pairwise_mlp(**arguments)
+
+
+@pytest.mark.parametrize("op", ["select_budget", "select_budget_band", "score_and_select"])
+def test_budgets_without_values_are_refused(op: str) -> None:
+    lead = CALLS[op]["entropy"].shape[:-1]
+    gamma = torch.empty(lead, device="meta")
+    with pytest.raises(ValueError, match=rf"^{op}: gamma must have values, got shape .* on meta"):
+        getattr(ops, op)(**{**CALLS[op], "gamma": gamma})
+
+
 def test_threads_are_counted_in_32_bits() -> None:
     with pytest.raises(ValueError, match="set_num_threads: n must be at most 2147483647, got 2147483648"):
         mdmi_fast.set_num_threads(2**31)

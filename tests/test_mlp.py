@@ -66,6 +66,27 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), exact(x, weights, biases), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("wide", range(5))
+def test_sums_are_double_if_any_operand_is(wide: int) -> None:
+    weights, biases = layers(64, 64, 4)
+    operands = [torch.randn(3, 64), *weights, *biases]
+    operands[wide] = operands[wide].double()
+    x, weights, biases = operands[0], operands[1:3], operands[3:]
+    # sums of 64 terms in float32 are off by about 1e-6, those in float64 are rounded once, to float32
+    assert torch.equal(ops.mlp(x, weights, biases), exact(x, weights, biases).float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_inside_autocast_are_those_outside(backend: str, dtype: torch.dtype) -> None:
+    weights, biases = layers(6, 5, 4)
+    operands = [x.requires_grad_() for x in (torch.randn(3, 7, 6), *weights, *biases)]
+    answer, upstream = ops.mlp(operands[0], operands[1:3], operands[3:], backend=backend), torch.randn(3, 7, 4)
+    expected = torch.autograd.grad(answer, operands, upstream, retain_graph=True)
+    with torch.autocast("cpu", dtype=dtype):
+        got = torch.autograd.grad(answer, operands, upstream)
+    assert all(map(torch.equal, got, expected))
+
+
 def test_gradients(backend: str) -> None:
     weights, biases = layers(6, 5, 4)
     operands = [torch.randn(3, 7, 6), *weights, *biases]

@@ -100,9 +100,9 @@ def choose(
         ValueError: no backend of that name.
         UnsupportedError: the one named cannot run the call; every backend's reasons are listed.
     """
-    named = backend or os.environ.get("MDMI_BACKEND") or None
+    named = backend if backend is not None else os.environ.get("MDMI_BACKEND") or None
     if named is not None:
-        one_of(op, "backend" if backend else "MDMI_BACKEND", named, BACKENDS)
+        one_of(op, "MDMI_BACKEND" if backend is None else "backend", named, BACKENDS)
     device = tensors[0].device.type
     for name, module in _able(stem, op, device, named):
         if not _refusals(module, op, tensors, precision):
@@ -125,9 +125,13 @@ def run(
 ) -> Callable[..., Any]:
     """The function of the backend chosen, to be called on the tensors' device and outside autocast: the operands' dtypes decide."""
     _, function = choose(stem, op, backend, tensors, precision)
-    device = tensors[0].device
+    return there(function, tensors[0].device)
+
+
+def there(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function, to be called on that device and outside autocast."""
     if device.type != "cuda" and not torch.is_autocast_enabled(device.type):
-        return function  # type: ignore[no-any-return]
+        return function
     return functools.partial(_call_there, function, device)
 
 

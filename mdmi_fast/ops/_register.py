@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from mdmi_fast.checks import one_of
 from mdmi_fast.errors import UnsupportedError
+from mdmi_fast.ops._dispatch import BACKENDS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,9 +39,13 @@ class Registered(Generic[P, R]):
         self.operator.register_autograd(self._no_gradient)  # until there is one
         self.register_fake = self.operator.register_fake
         self.register_autograd = self.operator.register_autograd
+        self._names_backend = self.operator._opoverload._schema.arguments[-1].name == "backend"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.seen(args):
+            # before torch refuses it in its own words; where torch sees nothing, the choice of a backend checks it
+            if self._names_backend and args[-1] is not None:
+                one_of(self._called, "backend", args[-1], BACKENDS)
             return self.operator(*args, **kwargs)  # type: ignore[no-any-return]
         return self.function(*args, **kwargs)
 
@@ -55,6 +61,10 @@ class Registered(Generic[P, R]):
         if (transformed or forward_ad._current_level >= 0) and any(map(_differentiated, _tensors(args))):
             reason = "has gradients of backward calls only: neither forward mode nor torch.func.grad and its relatives"
             raise UnsupportedError([reason], self._called)
+        lists = any(isinstance(value, list) for value in args)
+        if lists and any(map(_functorch.is_legacy_batchedtensor, _tensors(args))):
+            reason = "takes lists of tensors, which torch cannot batch here: use torch.vmap, or one gradient at a time"
+            raise UnsupportedError([reason], f"{self.name} in a batch of gradients")
         return (
             transformed
             or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]

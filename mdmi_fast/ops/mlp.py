@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
-from mdmi_fast.ops._dispatch import run
+from mdmi_fast.backends.torch._tiles import compute_dtype
+from mdmi_fast.ops._dispatch import run, there
 from mdmi_fast.ops._register import registered
 
 
@@ -64,7 +65,11 @@ def _(x: Tensor, weights: list[Tensor], biases: list[Tensor], backend: str | Non
 @registered("mlp_backward")
 def _mlp_backward(grad: Tensor, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
     """Gradients of x, the weights and the biases, one after the other; activations are computed again."""
-    dtype = torch.float64 if torch.float64 in (x.dtype, weights[0].dtype) else torch.float32
+    return there(_gradients, x.device)(grad, x, weights, biases)  # type: ignore[no-any-return]
+
+
+def _gradients(grad: Tensor, x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> list[Tensor]:
+    dtype = compute_dtype(x, *weights, *biases)
     inputs = [x.reshape(-1, x.shape[-1]).to(dtype)]
     for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
         inputs.append((inputs[-1] @ weight.to(dtype) + bias.to(dtype)).relu())

@@ -91,6 +91,7 @@ def _check_prepared(op: str, prepared: PreparedPairwise, network: GivenNetwork, 
     if not isinstance(prepared, PreparedPairwise):
         raise TypeError(f"{op}: prepared must be made by prepare_pairwise, got {type(prepared).__name__}")
     weights, biases, _, b_out = network
+    check.sequences(op, weights=weights, biases=biases)
     tensors = _network_tensors(network)
     same = len(weights) == len(biases) and len(tensors) == len(prepared.tensors)
     same = same and all(map(_same, tensors, prepared.tensors))

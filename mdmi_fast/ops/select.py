@@ -61,6 +61,8 @@ def _check_gamma(op: str, gamma: float | Tensor, lead: torch.Size, device: torch
     if isinstance(gamma, Tensor):
         check.floating(op, "gamma", gamma)
         check.shape(op, "gamma", gamma, lead, "[...], one a sequence,")
+        if gamma.is_meta and device.type != "meta":
+            raise ValueError(f"{op}: gamma must have values, got {check.describe(gamma)}")
         place = device if gamma.device == device else "cpu"
         return gamma.detach().to(device=place, dtype=torch.float64).reshape(-1).contiguous()
     budget = check.at_least(op, "gamma", gamma, 0.0)

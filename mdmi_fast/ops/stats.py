@@ -225,7 +225,7 @@ def linear_token_stats(
 def _linear_token_stats(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    tensors = [hidden, weight]
+    tensors = [x for x in (hidden, weight, bias) if x is not None]
     return run("stats", "linear_token_stats", backend, tensors)(hidden, weight, bias)  # type: ignore[no-any-return]
 
 

@@ -63,7 +63,8 @@ def token_stats_backward(
 
 def linear_token_stats(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Stats:
     lead, n_vocabulary, threads = hidden.shape[:-1], weight.shape[0], get_num_threads()
-    dtype = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    wide = any(x is not None and x.dtype == torch.float64 for x in (hidden, weight, bias))
+    dtype = torch.float64 if wide else torch.float32
     result = _new_stats(lead)
     x = hidden.reshape(lead.numel(), hidden.shape[-1])
     n_rows = x.shape[0]

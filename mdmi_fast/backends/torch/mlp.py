@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mdmi_fast.backends.torch._tiles import compute_dtype
+
 
 def mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    dtype = torch.float64 if torch.float64 in (x.dtype, weights[0].dtype) else torch.float32
+    dtype = compute_dtype(x, *weights, *biases)
     if x.numel() == 0:
         return torch.zeros(*x.shape[:-1], weights[-1].shape[1], dtype=torch.float32, device=x.device)
     weights, biases = [w.to(dtype) for w in weights], [b.to(dtype) for b in biases]

@@ -100,7 +100,8 @@ def token_stats_backward(
 
 
 def linear_token_stats(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Stats:
-    lead, dtype, n_vocabulary = hidden.shape[:-1], compute_dtype(hidden, weight), weight.shape[0]
+    lead, n_vocabulary = hidden.shape[:-1], weight.shape[0]
+    dtype = compute_dtype(*(x for x in (hidden, weight, bias) if x is not None))
     result = _empty_stats(lead, hidden.device)
     # as many rows as columns in a tile of logits: the matrix product reads the least
     side = max(1, int(tile_rows(1, hidden.device) ** 0.5))
