@@ -123,16 +123,16 @@ def length_limit(network: nn.Module, run: Callable[[int], object]) -> int | None
             ends = [key for key in growing if key[0] is not _aten.slice.Tensor]
             if not ends:
                 return limit
-            return _last(limit, lambda length: _watched(network, run, length, until=ends) is not None)
+            return _last(limit, network, run, ends)
     return None
 
 
-def _last(most: int, fits: Callable[[int], bool]) -> int:
+def _last(most: int, network: nn.Module, run: Callable[[int], object], ends: Collection[_Key]) -> int:
     """The most tokens that fit, of at most so many: a network may refuse what its tables still hold."""
     least = _LONGER
     length = most
     while least < most:
-        if fits(length):
+        if _watched(network, run, length, until=ends) is not None:
             least = length
         else:
             most = length - 1
