@@ -457,3 +457,11 @@ def test_random_selections_follow_the_definition(backend: str) -> None:
             reference.select_threshold(entropy, mi, tau, mask, limit),
         )
         assert torch.equal(ops.color(mi, tau=tau, mask=mask, backend=backend), reference.color(mi, tau, mask))
+
+
+@pytest.mark.op("select_budget")
+def test_costs_beyond_float64_are_inf_without_a_warning(backend: str) -> None:
+    entropy, mi = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64), torch.full((3, 3), 10.0)
+    for weights in ({"lam": 1e308}, {"entropy_weight": 1e308}):
+        got = ops.select_budget(entropy, mi, gamma=5.0, backend=backend, **weights)
+        assert got.selected.tolist() == [True, False, False]

@@ -65,6 +65,7 @@ def _band_row(op: str, band: Tensor, batch: int, masked: npt.NDArray[np.int64]) 
     return values
 
 
+@np.errstate(over="ignore", invalid="ignore")  # a cost of inf is one, and no reason for a warning
 def _budget_row(h: Array, pay: Callable[[Array, int], None], gamma: float, budget: Budget) -> tuple[list[int], float]:
     """The chosen, as indices into h; pay(acc, i) adds the MI of every position with the chosen i to acc."""
     lam, entropy_weight, order, limit = budget[1:]
