@@ -398,12 +398,21 @@ def test_tune_judges_by_the_model_or_by_known_answers(run: Run, tmp_path: Path) 
     assert " loss, nats a token (95%) " in out
     assert f"{math.log(0.4):.4f}" in out.splitlines()[1]
     assert "0.5000" in run(*tune, "--quality", "accuracy")[1].splitlines()[1]
+    right = {"tokens": [4, 4], "target": [1, 1]}
     for target in ([1], [1, 2.5], [1, True], "12"):
-        data.write_text(lines_of({"tokens": [4, 4], "target": target}))
+        data.write_text(lines_of(right, {"tokens": [4, 4], "target": target}))
         assert (
             run(*tune, "--quality", "accuracy")[2]
-            == f'{data}: accuracy needs "target": [...] of integers, as many as "tokens", in every record\n'
+            == f'{data}:2: accuracy needs "target": [...] of integers, as many as "tokens", in every record\n'
         )
+    for token in (-1, 5, 2**70):  # what cannot be written would be a mistake of every policy
+        data.write_text(lines_of(right, {"tokens": [4, 4], "target": [1, token]}))
+        code, out, err = run(*tune, "--quality", "accuracy")
+        assert (code, out) == (1, "")
+        assert err == f'{data}:2: "target" must hold tokens from 0 to 4 where "tokens" is masked, got {token}\n'
+    unread = {"tokens": [0, 4, 4], "target": [2**70, 1, -100], "attention_mask": [1, 1, 0]}
+    data.write_text(lines_of(right, unread))
+    assert run(*tune, "--quality", "accuracy")[0] == 0
     data.write_text(lines_of({"tokens": [1, 1]}))
     assert run(*tune)[2] == f"{data}: holds no sequence with a masked position\n"
 

@@ -364,7 +364,23 @@ def test_targets_are_read(text: str, target: Target) -> None:
     assert Target.of(text) == target
 
 
-@pytest.mark.parametrize("text", ["", "4", "0.5x", "101%", "-1%", "nan%", "4x loss", "-1 nats", "nats", "0.05"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "4",
+        "0.5x",
+        "101%",
+        "-1%",
+        "nan%",
+        "4x loss",
+        "-1 nats",
+        "nats",
+        "0.05",
+        "9" * 400 + "x",
+        "9" * 400 + " nats",
+    ],
+)
 def test_other_targets_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="target must be such as"):
         Target.of(text)

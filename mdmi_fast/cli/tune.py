@@ -124,13 +124,14 @@ def run(options: argparse.Namespace) -> int:
     specs = options.policies or candidates(mi=has_mi, sampling=options.temperature > 0)
     estimator = options.estimator or next(filter(None, (getattr(spec, "estimator", None) for spec in specs)), None)
     mi = load_source(estimator, model, name=options.model) if any(map(needs_mi, specs)) else None
+    quality = _quality(name, with_stops(model, options.stop, options.suppress), to_do, attention_mask)
     tried: list[Tried] = []
     print(_header(unit))
     with bar(total=None, unit="policy", description="tuning") as progress:
         for one in tune(
             model,
             tokens,
-            _quality(name, with_stops(model, options.stop, options.suppress), to_do, attention_mask, options.data),
+            quality,
             options.target,
             policies=specs,
             mi=mi,
@@ -225,7 +226,7 @@ def _padded(sequences: Sequence[TokenSequence], model: MaskedModel) -> tuple[Ten
 
 
 def _quality(
-    name: str, model: MaskedModel, sequences: Sequence[TokenSequence], attention_mask: Tensor | None, source: str
+    name: str, model: MaskedModel, sequences: Sequence[TokenSequence], attention_mask: Tensor | None
 ) -> Quality:
     """The quality of that name.
 
@@ -242,13 +243,22 @@ def _quality(
         return log_likelihood(model, attention_mask=attention_mask)
     if name == "accuracy":
         targets: list[list[int]] = []
+        size = model.vocab_size
         for sequence in sequences:
             target = sequence.record.get("target")
             if not are_tokens(target) or len(target) != len(sequence.tokens):
                 raise InputError(
-                    f'{source}: accuracy needs "target": [...] of integers, as many as "tokens", in every record'
+                    f'{sequence.where}: accuracy needs "target": [...] of integers, as many as "tokens", in every record'
                 )
-            targets.append(target)
+            # Elsewhere it may hold anything, such as -100; what no model can write would count as an error of all policies.
+            shown = sequence.attention_mask or [True] * len(target)
+            asked = [seen and token == model.mask_token_id for token, seen in zip(sequence.tokens, shown, strict=True)]
+            wrong = [token for token, is_asked in zip(target, asked, strict=True) if is_asked and not 0 <= token < size]
+            if wrong:
+                raise InputError(
+                    f'{sequence.where}: "target" must hold tokens from 0 to {size - 1} where "tokens" is masked, got {wrong[0]}'
+                )
+            targets.append([token if is_asked else 0 for token, is_asked in zip(target, asked, strict=True)])
         return accuracy(pad_sequence([torch.tensor(target) for target in targets], batch_first=True))
     from mdmi_fast.tasks.sudoku.puzzles import is_valid_board
 

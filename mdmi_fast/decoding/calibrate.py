@@ -71,7 +71,7 @@ class Target(NamedTuple):
         """Read "4x", "4x fewer passes", "1%", "at most 1% loss", or of log-likelihood "0.05 nats", "at most 0.05 nats loss".
 
         Raises:
-            ValueError: for anything else, a speedup of less than 1 or a loss of more than 100%.
+            ValueError: for anything else, a speedup of less than 1, a loss of more than 100% or a number beyond float64.
 
         Example:
             >>> Target.of("4x fewer passes")
@@ -85,11 +85,11 @@ class Target(NamedTuple):
         speedup = re.fullmatch(rf"\s*{number}\s*x(?: fewer passes)?\s*", text)
         share = re.fullmatch(rf"\s*(?:at most )?{number}\s*%(?: loss)?\s*", text)
         nats = re.fullmatch(rf"\s*(?:at most )?{number}\s*nats?(?: a token)?(?: loss)?\s*", text)
-        if speedup and float(speedup[1]) >= 1:
+        if speedup and 1 <= float(speedup[1]) < math.inf:
             return cls(float(speedup[1]), None)
         if share and float(share[1]) <= 100:
             return cls(None, float(share[1]) / 100)
-        if nats:
+        if nats and float(nats[1]) < math.inf:
             return cls(None, float(nats[1]), "nats a token")
         raise ValueError(
             "target must be such as '4x fewer passes', 'at most 1% loss' or, of log-likelihood a token, "
