@@ -124,13 +124,15 @@ def run(options: argparse.Namespace) -> int:
     specs = options.policies or candidates(mi=has_mi, sampling=options.temperature > 0)
     estimator = options.estimator or next(filter(None, (getattr(spec, "estimator", None) for spec in specs)), None)
     mi = load_source(estimator, model, name=options.model) if any(map(needs_mi, specs)) else None
+    judge = with_stops(model, options.stop, options.suppress)
+    quality = _quality(name, judge, to_do, attention_mask)
     tried: list[Tried] = []
     print(_header(unit))
     with bar(total=None, unit="policy", description="tuning") as progress:
         for one in tune(
             model,
             tokens,
-            _quality(name, with_stops(model, options.stop, options.suppress), to_do, attention_mask, options.data),
+            quality,
             options.target,
             policies=specs,
             mi=mi,
@@ -225,12 +227,12 @@ def _padded(sequences: Sequence[TokenSequence], model: MaskedModel) -> tuple[Ten
 
 
 def _quality(
-    name: str, model: MaskedModel, sequences: Sequence[TokenSequence], attention_mask: Tensor | None, source: str
+    name: str, model: MaskedModel, sequences: Sequence[TokenSequence], attention_mask: Tensor | None
 ) -> Quality:
     """The quality of that name.
 
     Raises:
-        InputError: a record lacks what it needs.
+        InputError: naming the records that lack what it needs, at most 20 of them.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -242,13 +244,22 @@ def _quality(
         return log_likelihood(model, attention_mask=attention_mask)
     if name == "accuracy":
         targets: list[list[int]] = []
+        problems: list[str] = []
         for sequence in sequences:
             target = sequence.record.get("target")
-            if not are_tokens(target) or len(target) != len(sequence.tokens):
-                raise InputError(
-                    f'{source}: accuracy needs "target": [...] of integers, as many as "tokens", in every record'
+            if (
+                are_tokens(target)
+                and len(target) == len(sequence.tokens)
+                and all(0 <= token < model.vocab_size for token in target)
+            ):
+                targets.append(target)
+            else:
+                problems.append(
+                    f'{sequence.where}: accuracy needs "target": [...], as many tokens of 0..{model.vocab_size - 1} as '
+                    '"tokens" has'
                 )
-            targets.append(target)
+        if problems:
+            raise InputError("\n".join(problems[:20]))
         return accuracy(pad_sequence([torch.tensor(target) for target in targets], batch_first=True))
     from mdmi_fast.tasks.sudoku.puzzles import is_valid_board
 
