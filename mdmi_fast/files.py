@@ -50,7 +50,7 @@ def replace_file(path: Path) -> Iterator[Path]:
                     shutil.copyfileobj(file, stream)
         return
     target = Path(os.path.realpath(path))
-    temporary = _beside(target)
+    temporary = _beside(target, path.suffix)
     try:
         with _naming(path, temporary):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def _check_room(path: Path, folder: Path, name: str) -> None:
         nearest = nearest.parent
     if not nearest.is_dir():
         _refuse(path, errno.ENOTDIR, "is no folder" if nearest == folder else f"cannot be made, {nearest} is no folder")
-    probe = _beside(nearest / name)
+    probe = _beside(nearest / name, path.suffix)
     try:
         probe.touch(exist_ok=False)
         probe.unlink()
@@ -189,9 +189,12 @@ def _naming(path: Path, temporary: Path) -> Iterator[None]:
         _refuse(path, error.errno, error.strerror)
 
 
-def _beside(target: Path) -> Path:
-    """A new name next to a file, with its suffix and short enough for every file system."""
-    return target.with_name(f".{target.name[:50]}.{secrets.token_hex(8)}{target.suffix[:16]}")
+def _beside(target: Path, suffix: str) -> Path:
+    """A new name next to a file, with the suffix that was asked for, which a link need not share with its file; short
+    enough for every file system, which count bytes.
+    """
+    start, end = (os.fsencode(text)[:50].decode(errors="ignore") for text in (target.name, suffix))
+    return target.with_name(f".{start}.{secrets.token_hex(8)}{end}")
 
 
 def _refuse(path: Path, number: int | None, reason: str | None) -> NoReturn:
@@ -217,6 +220,23 @@ def read_json(path: Path, otherwise: str = "not JSON") -> Any:
         except (ValueError, RecursionError) as error:  # thousands of brackets
             problem = error
     raise ValueError(f"{path}: {otherwise}: {problem}")
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8, with or without a byte order mark.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no such text; the message names it and the place.
+    """
+    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+    problem = wrong_encoding(text)
+    if problem is not None:
+        raise ValueError(f"{path}: {problem}")
+    return text
 
 
 def wrong_encoding(text: str) -> str | None:

@@ -255,3 +255,12 @@ def test_json_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
     path.write_bytes(b'\xef\xbb\xbf{"a": "\xc3\xa9"}\r\n')
     assert read_json(path) == {"a": "\u00e9"}
+
+
+def test_the_suffix_that_was_asked_for_stays_behind_a_link_and_names_count_in_bytes(tmp_path: Path) -> None:
+    (tmp_path / "link.png").symlink_to("without")
+    for name in ("link.png", "\N{GRINNING FACE}" * 40 + "." + "\N{GRINNING FACE}" * 20):
+        with replace_file(tmp_path / name) as temporary:
+            assert temporary.suffix == Path(name).suffix[:13]
+            temporary.write_text("written")
+        assert (tmp_path / name).read_text() == "written"

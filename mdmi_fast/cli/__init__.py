@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TextIO
 
 from mdmi_fast import __version__
-from mdmi_fast.cli._errors import InputError, UsageError, one_line
+from mdmi_fast.cli._errors import InputError, UsageError
+from mdmi_fast.errors import one_line
 from mdmi_fast.files import FULL
 
 COMMANDS = (

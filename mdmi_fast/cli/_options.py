@@ -160,6 +160,9 @@ def _chosen_spec(path: str) -> PolicySpec:
             check_options(spec.options)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+        alone = sorted(spec.options.keys() - _WRITING.keys())
+        if alone:
+            raise ValueError(f"{path}: option {alone[0]!r} belongs to one sequence, not to a policy")
     return spec
 
 
@@ -269,8 +272,10 @@ def decoding_options(options: argparse.Namespace, model: MaskedModel | None = No
         model: whose tokens they must name; None leaves that to who loads it.
 
     Raises:
-        UsageError: they name tokens that the model does not have.
+        UsageError: they name tokens that the model does not have, or stop tokens that cannot be written.
     """
+    from mdmi_fast.decoding.vocabulary import with_stops
+
     found = writing_options(options)
     if options.policy.options is not None:
         parser = argparse.ArgumentParser()
@@ -286,6 +291,11 @@ def decoding_options(options: argparse.Namespace, model: MaskedModel | None = No
                     f"--{_WRITING[name]} must name tokens in 0..{model.vocab_size - 1}, which {options.model} has, "
                     f"got {token}"
                 )
+    if model is not None:
+        try:
+            with_stops(model, found.get("stop_tokens", ()), found.get("suppressed", ()))
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     return found
 
 

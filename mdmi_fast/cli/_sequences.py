@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
-from mdmi_fast.cli._errors import InputError, UsageError, one_line
+from mdmi_fast.cli._errors import InputError, UsageError
 from mdmi_fast.cli._options import kind_of
+from mdmi_fast.errors import one_line
 from mdmi_fast.files import wrong_encoding
 from mdmi_fast.models.base import CheckingModel
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_PROBLEMS = 20
 _STDIN = "<stdin>"
+_DEEPEST = 100
 
 
 class TokenSequence(NamedTuple):
@@ -122,7 +124,7 @@ def read_sequences(
     """
     found = _parse(read_lines(source), model_name, model)[:limit]
     if not found:
-        raise InputError(f"{source}: holds no sequences")
+        raise InputError(f"{_STDIN if source == '-' else source}: holds no sequences")
     return found
 
 
@@ -161,7 +163,7 @@ def stream_sequences(
         if found:
             yield found
     if not count:
-        raise InputError(f"{source}: holds no sequences")
+        raise InputError(f"{_STDIN}: holds no sequences")
 
 
 def _holds_puzzles(lines: list[str], model_name: str) -> bool:
@@ -245,13 +247,29 @@ def _check_attention_mask(given: Any, *, length: int) -> None:
 def _read_object(line: str) -> Any:
     """The value of a line of JSON, without anything that would come out changed: what is written back is what came."""
     try:
-        return json.loads(
+        value = json.loads(
             line.strip(), parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_repetition
         )
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} (character {error.pos + 1})") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
         raise ValueError(f"not JSON: {error}") from error
+    _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    """Refuse what is nested so deeply that it may not be written again: writing needs more of the stack than reading.
+
+    Raises:
+        ValueError: saying so.
+    """
+    level = [value]
+    for _ in range(_DEEPEST):
+        found = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
+        level = [entry for each in found for entry in each]
+    if any(isinstance(one, (dict, list)) for one in level):
+        raise ValueError(f"lists and objects may be nested {_DEEPEST} deep, got more")
 
 
 def _refuse_constant(name: str) -> None:
@@ -280,14 +298,14 @@ def are_tokens(value: Any) -> TypeGuard[list[int]]:
 
 
 _ITEM_OPTIONS: dict[str, Callable[[Any], bool]] = {
-    "temperature": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
-    "top_k": lambda value: type(value) is int and value >= 1,
+    "temperature": lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max,
+    "top_k": lambda value: type(value) is int and 1 <= value < 2**63,
     "top_p": lambda value: type(value) in (int, float) and 0 < value <= 1,
     "gumbel": lambda value: type(value) is bool,
-    "block_size": lambda value: type(value) is int and value >= 1,
+    "block_size": lambda value: type(value) is int and 1 <= value < 2**63,
     "verify": lambda value: type(value) is bool,
     "remask_below": lambda value: type(value) in (int, float) and 0 <= value <= 1,
-    "revisions": lambda value: type(value) is int and value >= 0,
+    "revisions": lambda value: type(value) is int and 0 <= value < 2**63,
     "suppressed": are_tokens,
     "stop_tokens": are_tokens,
     "seed": lambda value: type(value) is int and -(2**63) <= value < 2**63,
@@ -320,10 +338,13 @@ def _check_item(options: Any, *, tokens: Sequence[int], model: MaskedModel) -> N
         ValueError: naming the option.
     """
     check_options(options)
+    from mdmi_fast.decoding.vocabulary import with_stops
+
     length, vocab_size = len(tokens), model.vocab_size
     for name in ("suppressed", "stop_tokens"):
         if not all(0 <= token < vocab_size for token in options.get(name, ())):
             raise ValueError(f"option {name!r} must name tokens below {vocab_size}")
+    with_stops(model, options.get("stop_tokens", ()), options.get("suppressed", ()))
     unwritten = {model.mask_token_id, *options.get("suppressed", ())}
     for position, permitted in options.get("allowed", {}).items():
         if int(position) >= length or not all(0 <= token < vocab_size for token in permitted):

@@ -55,6 +55,10 @@ def add(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_file(options.plot)
+    if options.plot is not None:
+        from mdmi_fast.estimator.plots import check_picture, plot_evaluation
+
+        check_picture(options.plot)
     from mdmi_fast.cli import _report
     from mdmi_fast.estimator import evaluate_splits
     from mdmi_fast.estimator.data import read_examples
@@ -98,7 +102,5 @@ def run(options: argparse.Namespace) -> int:
             print(f"{_report.as_columns(reports)}\n")
         print(evaluation.verdict)
     if options.plot is not None:
-        from mdmi_fast.estimator.plots import plot_evaluation
-
         plot_evaluation(evaluation, options.plot)
     return 0

@@ -96,6 +96,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--form belongs to --probe")
     if options.picture == "board" and kind_of(options.model) != "sudoku":
         raise UsageError("--picture board belongs to Sudoku models")
+    if not Path(f"{options.out}.x").name[:-2].strip("."):
+        raise UsageError(f"--out must end in a name, to which .{options.formats[0]} is joined, got {options.out!r}")
     for name in options.formats:
         _check_extra(name)
         check_file(_path(options, name))

@@ -124,7 +124,8 @@ def run(options: argparse.Namespace) -> int:
     specs = options.policies or candidates(mi=has_mi, sampling=options.temperature > 0)
     estimator = options.estimator or next(filter(None, (getattr(spec, "estimator", None) for spec in specs)), None)
     mi = load_source(estimator, model, name=options.model) if any(map(needs_mi, specs)) else None
-    quality = _quality(name, with_stops(model, options.stop, options.suppress), to_do, attention_mask)
+    judge = with_stops(model, options.stop, options.suppress)
+    quality = _quality(name, judge, to_do, attention_mask)
     tried: list[Tried] = []
     print(_header(unit))
     with bar(total=None, unit="policy", description="tuning") as progress:
@@ -231,7 +232,7 @@ def _quality(
     """The quality of that name.
 
     Raises:
-        InputError: a record lacks what it needs.
+        InputError: naming the records that lack what it needs, at most 20 of them.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence

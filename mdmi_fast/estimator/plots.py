@@ -15,6 +15,26 @@ if TYPE_CHECKING:
 _BIN_NAMES = ("below .1", ".1 to .5", ".5 to 1", "1 and above")
 
 
+def check_picture(path: Path) -> None:
+    """Refuse a path that `plot_evaluation` could not draw to, before the evaluation.
+
+    Args:
+        path: of the picture; its suffix says the format.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+        ValueError: matplotlib knows no such format.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        reason = "matplotlib is not installed: pip install 'mdmi-fast[plot]'"
+        raise UnsupportedError([reason], "plot_evaluation") from None
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(f"plot_evaluation: path must end in one of .{', .'.join(sorted(formats))}, got {path}")
+
+
 def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
     """Draw predicted against labelled values of every split, and how the splits and baselines compare.
 
@@ -24,8 +44,11 @@ def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
 
     Raises:
         UnsupportedError: matplotlib is not installed.
+        ValueError: matplotlib knows no such format.
+        OSError: the picture cannot be written.
     """
     figures = require("matplotlib.figure", "plot", "plot_evaluation")
+    check_picture(Path(path))
     splits = list(evaluation.reports)
     columns = max(3, len(splits))
     figure = figures.Figure(figsize=(4.2 * columns, 11), layout="constrained")

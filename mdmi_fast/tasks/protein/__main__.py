@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mdmi_fast.files import check_file, replace_file
+from mdmi_fast.errors import run_program
+from mdmi_fast.files import check_file, replace_file, wrong_encoding
 from mdmi_fast.models import load_model
 from mdmi_fast.tasks.protein.chains import fetch_chains, own_chains, read_fasta, write_fasta
 from mdmi_fast.tasks.protein.states import TASKS, decoding_states, prompts, split
@@ -45,8 +47,8 @@ def main() -> None:
         return
     model: Any = load_model(options.model)
     if options.command == "fasta":
-        for number, line in enumerate(options.decoded.read_text().splitlines()):
-            (chain,) = model.tokenizer.decode(torch.tensor([json.loads(line)["tokens"]]))
+        for number, tokens in enumerate(_read(options.decoded, model)):
+            (chain,) = model.tokenizer.decode(torch.tensor([tokens]))
             print(f">{number}\n{chain}")
         return
     real = own_chains() if options.chains is None else read_fasta(options.chains)
@@ -59,10 +61,30 @@ def main() -> None:
         _write(options.out, (model.tokenizer.encode([text])[0].tolist() for text in texts))
 
 
+def _read(path: Path, model: Any) -> list[list[int]]:
+    """The tokens of every line.
+
+    Raises:
+        ValueError: naming the line that holds none.
+    """
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines(), 1):
+        try:
+            tokens = json.loads(line)["tokens"]
+            known = {*range(model.vocab_size), model.mask_token_id}
+            if not tokens or any(type(token) is not int or token not in known for token in tokens):
+                raise ValueError(f"tokens must be some of 0..{model.vocab_size - 1}, at least one")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            reason = wrong_encoding(line) or (error if isinstance(error, ValueError) else "it has no tokens")
+            raise ValueError(f'{path}:{number}: expected an object {{"tokens": [...]}}: {reason}') from error
+        found.append(tokens)
+    return found
+
+
 def _write(path: Path, rows: Iterable[list[int]]) -> None:
     with replace_file(path) as temporary, temporary.open("w") as file:
         file.writelines(json.dumps({"tokens": row}) + "\n" for row in rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program("python -m mdmi_fast.tasks.protein", main))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mdmi_fast.files import cache_folder, replace_file
+from mdmi_fast.files import cache_folder, read_text, replace_file
 
 PACKAGE = "r-cran-alakazam"
 _MEMBER = Path("usr/lib/R/site-library/alakazam/extdata/example_airr.tsv.gz")
@@ -136,8 +137,7 @@ def read_fasta(path: Path) -> list[Chain]:
     """
     from Bio import SeqIO
 
-    with path.open() as file:
-        records = list(SeqIO.parse(file, "fasta"))
+    records = list(SeqIO.parse(io.StringIO(read_text(path)), "fasta"))
     chains = []
     for record in records:
         told = dict(part.split("=", 1) for part in record.description.split()[1:] if "=" in part)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import warnings
 import zlib
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from mdmi_fast.files import replace_file, wrong_encoding
+from mdmi_fast.errors import run_program
+from mdmi_fast.files import check_folder, replace_file, wrong_encoding
 from mdmi_fast.tasks.sudoku.boards import (
     Boards,
     fingerprints,
@@ -268,7 +270,8 @@ def _describe(title: str, puzzles: Puzzles, seed: int) -> str:
 def _write_puzzles(path: Path, title: str, puzzles: Puzzles, seed: int) -> None:
     rows = zip(puzzles.givens, puzzles.solutions, strict=True)
     body = "".join(f"{format_line(givens)} {format_line(solution)}\n" for givens, solution in rows)
-    path.write_text(_describe(title, puzzles, seed) + body, encoding="ascii", newline="\n")
+    with replace_file(path) as temporary:
+        temporary.write_text(_describe(title, puzzles, seed) + body, encoding="ascii", newline="\n")
 
 
 # --- read from a file
@@ -378,6 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--test", type=int, default=_N_TEST, metavar="N", help="test puzzles (default %(default)s)")
     parser.add_argument("--validation", type=int, default=_N_VALIDATION, metavar="N", help="default %(default)s")
     options = parser.parse_args(arguments)
+    check_folder(options.folder)
     options.folder.mkdir(parents=True, exist_ok=True)
     test = make_puzzles(options.test, seed=options.seed, progress=True)
     validation = make_puzzles(options.validation, seed=options.seed + 1, avoid=test.solutions, progress=True)
@@ -386,4 +390,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program("python -m mdmi_fast.tasks.sudoku.puzzles", main))

@@ -21,9 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from mdmi_fast.errors import run_program
 from mdmi_fast.estimator import PairReport, TrainingProgress, train_estimator
 from mdmi_fast.estimator.data import Example, read_examples
 from mdmi_fast.estimator.evaluate import verdict
+from mdmi_fast.files import check_folder
 from mdmi_fast.labels import write_labels
 from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
 from mdmi_fast.tasks.sudoku.model import ITERATIONS, SudokuModel, load_model
@@ -103,6 +105,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the estimator (default: as shipped)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
+    check_folder(options.folder)
+    check_folder(options.out)
     torch.set_num_threads(options.threads)
     model, recipe = load_model(options.strength), RECIPES[options.strength]
     states, epochs = options.states or recipe.states, options.epochs or recipe.epochs
@@ -124,4 +128,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program("python -m mdmi_fast.tasks.sudoku.train_estimator", main))

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from mdmi_fast.files import replace_file
+from mdmi_fast.errors import run_program
+from mdmi_fast.files import check_folder, replace_file
 from mdmi_fast.tasks.sudoku.model import CELLS, ITERATIONS, SudokuModel
 from mdmi_fast.tasks.sudoku.puzzles import training_boards
 
@@ -109,10 +110,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    check_folder(options.out)
     options.out.mkdir(parents=True, exist_ok=True)
     path = train(options.strength, options.out, steps=options.steps or STEPS[options.strength], seed=options.seed)
     sys.stdout.write(f"{path}\n")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program("python -m mdmi_fast.tasks.sudoku.train_network", main))

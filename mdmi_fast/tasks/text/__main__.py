@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
-from mdmi_fast.files import check_file, check_folder, replace_file
+from mdmi_fast.errors import run_program
+from mdmi_fast.files import check_file, check_folder, read_text, replace_file
 from mdmi_fast.tasks.text.corpus import TASKS, fetch_text, prompts, windows
 from mdmi_fast.tasks.text.model import TOKENIZER, train_model
 
@@ -37,7 +39,7 @@ def main() -> None:
             temporary.write_text(text)
         print(f"{len(text):,} letters in {options.out}")
         return
-    text = options.text.read_text(encoding="utf-8")
+    text = read_text(options.text)
     if options.command == "train":
 
         def report(step: int, loss: float) -> None:
@@ -51,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_program("python -m mdmi_fast.tasks.text", main))

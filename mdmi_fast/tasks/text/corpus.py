@@ -42,7 +42,13 @@ def fetch_text(*, packages: Sequence[Path] = ()) -> str:
 
 
 def windows(text: str, count: int, *, seed: int) -> list[str]:
-    """Pieces of WINDOW letters, from random places."""
+    """Pieces of WINDOW letters, from random places.
+
+    Raises:
+        ValueError: if the text is not longer than one.
+    """
+    if len(text) <= WINDOW:
+        raise ValueError(f"windows: text must be longer than {WINDOW} letters, got {len(text)}")
     starts = np.random.default_rng(seed).integers(0, len(text) - WINDOW, size=count)
     return [text[start : start + WINDOW] for start in starts]
 
