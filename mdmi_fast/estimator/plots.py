@@ -25,12 +25,8 @@ def check_picture(path: Path) -> None:
         UnsupportedError: matplotlib is not installed.
         ValueError: matplotlib knows no such format.
     """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        reason = "matplotlib is not installed: pip install 'mdmi-fast[plot]'"
-        raise UnsupportedError([reason], "plot_evaluation") from None
-    formats = FigureCanvasBase.get_supported_filetypes()
+    bases = require("matplotlib.backend_bases", "plot", "plot_evaluation")
+    formats = bases.FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise ValueError(f"plot_evaluation: path must end in one of .{', .'.join(sorted(formats))}, got {path}")
 
@@ -47,8 +43,8 @@ def plot_evaluation(evaluation: Evaluation, path: str | Path) -> None:
         ValueError: matplotlib knows no such format.
         OSError: the picture cannot be written.
     """
-    figures = require("matplotlib.figure", "plot", "plot_evaluation")
     check_picture(Path(path))
+    figures = require("matplotlib.figure", "plot", "plot_evaluation")
     splits = list(evaluation.reports)
     columns = max(3, len(splits))
     figure = figures.Figure(figsize=(4.2 * columns, 11), layout="constrained")

@@ -3,112 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
 from mdmi_fast.backends.calls import BUDGET, PAIR_CALL, Budget, PairCall
-from mdmi_fast.ops._dispatch import choose, run
+from mdmi_fast.ops._dispatch import run
+from mdmi_fast.ops._pairs import PreparedPairwise, check_pairs
 from mdmi_fast.ops._register import registered
-from mdmi_fast.ops.pairwise import PreparedPairwise, check_pairs
-
-
-class Selection(NamedTuple):
-    """Positions chosen in every sequence."""
-
-    selected: Tensor
-    """[..., N] bool."""
-    spent: Tensor
-    """[...] float64, what they cost together, nats."""
-
-
-def _values(op: str, name: str, value: Tensor) -> Tensor:
-    """The value without its gradient, in a dtype that selections take; the conversion is exact."""
-    tensor = check.floating(op, name, value).detach()
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-def _check_entropy(op: str, entropy: Tensor) -> Tensor:
-    """As [B, N]."""
-    entropy = _values(op, "entropy", entropy)
-    if entropy.ndim == 0:
-        raise ValueError(f"{op}: entropy must be [..., N], got {check.describe(entropy)}")
-    return check.one_batch(entropy, 1)
-
-
-def _check_mi(op: str, mi: Tensor, lead: torch.Size | None = None) -> Tensor:
-    """As [B, N, N]; lead is that of the entropies, if there are any."""
-    mi = _values(op, "mi", mi)
-    if mi.ndim < 2 or mi.shape[-1] != mi.shape[-2] or (lead is not None and mi.shape[:-1] != lead):
-        of = "" if lead is None else f" with [..., N] = {tuple(lead)}, that of entropy"
-        raise ValueError(f"{op}: mi must be [..., N, N]{of}, got {check.describe(mi)}")
-    return check.one_batch(mi, 2)
-
-
-def _check_mask(op: str, mask: Tensor | None, lead: torch.Size) -> Tensor | None:
-    """As [B, N]; lead is [..., N]."""
-    if mask is None:
-        return None
-    check.of_kind(op, "mask", mask, torch.bool)
-    check.shape(op, "mask", mask, lead, "[..., N]")
-    return check.one_batch(mask, 1)
-
-
-def _check_gamma(op: str, gamma: float | Tensor, lead: torch.Size, device: torch.device) -> Tensor:
-    """As contiguous float64 [B], on the device of the sequences if it is there already, else on the CPU; lead is [...]."""
-    if isinstance(gamma, Tensor):
-        check.floating(op, "gamma", gamma)
-        check.shape(op, "gamma", gamma, lead, "[...], one a sequence,")
-        if gamma.is_meta and device.type != "meta":
-            raise ValueError(f"{op}: gamma must have values, got {check.describe(gamma)}")
-        place = device if gamma.device == device else "cpu"
-        return gamma.detach().to(device=place, dtype=torch.float64).reshape(-1).contiguous()
-    budget = check.at_least(op, "gamma", gamma, 0.0)
-    return torch.full((lead.numel(),), budget, dtype=torch.float64, device="cpu")
-
-
-def _budget(
-    op: str, gamma: float | Tensor, weights: tuple[float, float], order: str, limit: int | None, entropy: Tensor
-) -> Budget:
-    """Checked, for entropies [..., N]; weights are lam and entropy_weight."""
-    check.one_of(op, "order", order, ("entropy", "cheapest"))
-    _check_limit(op, limit)
-    budgets = _check_gamma(op, gamma, entropy.shape[:-1], entropy.device)
-    lam, entropy_weight = check.weight(op, "lam", weights[0]), check.weight(op, "entropy_weight", weights[1])
-    return Budget(budgets, lam, entropy_weight, order, limit)
-
-
-def _with_budget(
-    op: str, budget: Budget, backend: str | None, tensors: list[Tensor], precision: str | None = None
-) -> Any:
-    """The function of the backend chosen, and the budget with its gamma checked and on the CPU. Those on a GPU stay there for
-    its kernels, which mark a bad one: looking here would stop the queue.
-    """
-    function, gamma = run("select", op, backend, tensors, precision), budget.gamma
-    if gamma.device.type != "cpu":
-        if choose("select", op, backend, tensors, precision)[0] == "triton":
-            return function, budget
-        gamma = gamma.cpu()
-    for batch, value in enumerate(gamma.tolist()):
-        if not value >= 0:
-            raise ValueError(f"{op}: gamma must be at least 0, got {value} at batch {batch}")
-    return function, budget._replace(gamma=gamma)
-
-
-def _check_limit(op: str, limit: int | None) -> None:
-    if limit is not None:
-        check.whole(op, "limit", limit, 1)
-
-
-def _empty_selection(entropy: Tensor) -> tuple[Tensor, Tensor]:
-    return entropy.new_empty(entropy.shape, dtype=torch.bool), entropy.new_empty(entropy.shape[:1], dtype=torch.float64)
-
-
-def _selection(flat: tuple[Tensor, Tensor], lead: torch.Size) -> Selection:
-    selected, spent = flat
-    return Selection(selected, spent) if len(lead) == 2 else Selection(selected.reshape(lead), spent.reshape(lead[:-1]))
+from mdmi_fast.ops._selections import (
+    Selection,
+    check_entropy,
+    check_limit,
+    check_mask,
+    check_mi,
+    checked_budget,
+    empty_selection,
+    selection_of,
+    values_of,
+    with_budget,
+)
 
 
 def select_budget(
@@ -166,22 +82,22 @@ def select_budget(
         tensor([ True, False,  True])
     """
     op = "select_budget"
-    h, m, masked = _check_entropy(op, entropy), _check_mi(op, mi, entropy.shape), _check_mask(op, mask, entropy.shape)
+    h, m, masked = check_entropy(op, entropy), check_mi(op, mi, entropy.shape), check_mask(op, mask, entropy.shape)
     check.same_device(op, entropy=entropy, mi=mi, mask=mask)
-    budget = _budget(op, gamma, (lam, entropy_weight), order, limit, entropy)
-    return _selection(_select_budget(h, m, masked, *budget, backend), entropy.shape)
+    budget = checked_budget(op, gamma, (lam, entropy_weight), order, limit, entropy)
+    return selection_of(_select_budget(h, m, masked, *budget, backend), entropy.shape)
 
 
 @registered("select_budget", f"(Tensor entropy, Tensor mi, Tensor? mask, {BUDGET}, str? backend) -> (Tensor, Tensor)")
 def _select_budget(entropy: Tensor, mi: Tensor, mask: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
     *budget, backend = flat
-    select, checked = _with_budget("select_budget", Budget(*budget), backend, [entropy, mi])
+    select, checked = with_budget("select_budget", Budget(*budget), backend, [entropy, mi])
     return select(entropy, mi, mask, checked)  # type: ignore[no-any-return]
 
 
 @_select_budget.register_fake
 def _(entropy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _empty_selection(entropy)
+    return empty_selection(entropy)
 
 
 def select_budget_band(
@@ -230,17 +146,17 @@ def select_budget_band(
         tensor([ True, False,  True])
     """
     op = "select_budget_band"
-    h, values = _check_entropy(op, entropy), _values(op, "band", band)
+    h, values = check_entropy(op, entropy), values_of(op, "band", band)
     if band.shape[:-1] != entropy.shape or band.shape[-1] % 2 == 0:
         raise ValueError(
             f"{op}: band must be [..., N, 2 * window + 1] with [..., N] = {tuple(entropy.shape)}, that of entropy, "
             f"got {check.describe(band)}"
         )
-    masked = _check_mask(op, mask, entropy.shape)
+    masked = check_mask(op, mask, entropy.shape)
     check.same_device(op, entropy=entropy, band=band, mask=mask)
-    budget = _budget(op, gamma, (lam, entropy_weight), order, limit, entropy)
+    budget = checked_budget(op, gamma, (lam, entropy_weight), order, limit, entropy)
     flat = values.reshape(*h.shape, band.shape[-1])
-    return _selection(_select_budget_band(h, flat, masked, *budget, backend), entropy.shape)
+    return selection_of(_select_budget_band(h, flat, masked, *budget, backend), entropy.shape)
 
 
 @registered(
@@ -248,13 +164,13 @@ def select_budget_band(
 )
 def _select_budget_band(entropy: Tensor, band: Tensor, mask: Tensor | None, *flat: Any) -> tuple[Tensor, Tensor]:
     *budget, backend = flat
-    select, checked = _with_budget("select_budget_band", Budget(*budget), backend, [entropy, band])
+    select, checked = with_budget("select_budget_band", Budget(*budget), backend, [entropy, band])
     return select(entropy, band, mask, checked)  # type: ignore[no-any-return]
 
 
 @_select_budget_band.register_fake
 def _(entropy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _empty_selection(entropy)
+    return empty_selection(entropy)
 
 
 def select_threshold(
@@ -299,11 +215,11 @@ def select_threshold(
         tensor([ True, False,  True])
     """
     op = "select_threshold"
-    h, m, masked = _check_entropy(op, entropy), _check_mi(op, mi, entropy.shape), _check_mask(op, mask, entropy.shape)
+    h, m, masked = check_entropy(op, entropy), check_mi(op, mi, entropy.shape), check_mask(op, mask, entropy.shape)
     check.same_device(op, entropy=entropy, mi=mi, mask=mask)
-    _check_limit(op, limit)
+    check_limit(op, limit)
     tau = check.number(op, "tau", tau)
-    return _selection(_select_threshold(h, m, masked, tau, limit, backend), entropy.shape)
+    return selection_of(_select_threshold(h, m, masked, tau, limit, backend), entropy.shape)
 
 
 @registered("select_threshold")
@@ -316,7 +232,7 @@ def _select_threshold(
 
 @_select_threshold.register_fake
 def _(entropy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _empty_selection(entropy)
+    return empty_selection(entropy)
 
 
 def color(mi: Tensor, *, tau: float, mask: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -351,7 +267,7 @@ def color(mi: Tensor, *, tau: float, mask: Tensor | None = None, backend: str | 
         tensor([0, 1, 0])
     """
     op = "color"
-    m, masked = _check_mi(op, mi), _check_mask(op, mask, mi.shape[:-1])
+    m, masked = check_mi(op, mi), check_mask(op, mask, mi.shape[:-1])
     check.same_device(op, mi=mi, mask=mask)
     return _color(m, masked, check.number(op, "tau", tau), backend).reshape(mi.shape[:-1])
 
@@ -431,21 +347,21 @@ def score_and_select(
         tensor([ True, False,  True])
     """
     op = "score_and_select"
-    h = _check_entropy(op, entropy)
+    h = check_entropy(op, entropy)
     network, rule = (weights, biases, w_out, b_out), (combine, symmetry, activation, precision)
     with torch.no_grad():
         call, backend = check_pairs(op, (u, v), network, rule, mask, prepared, backend)
     if u.shape[:-1] != entropy.shape:
         raise ValueError(f"{op}: u must be [..., N, H1] with [..., N] that of entropy, got {check.describe(u)}")
     check.same_device(op, entropy=entropy, u=u)
-    budget = _budget(op, gamma, (lam, entropy_weight), "entropy", limit, entropy)
+    budget = checked_budget(op, gamma, (lam, entropy_weight), "entropy", limit, entropy)
     with torch.no_grad():
         args = (h, *call.flat(), *budget, backend)
         if call.packed is None or _score_and_select.seen(args):
             flat = _score_and_select(*args)
         else:
             flat = _run_score_and_select(h, call, budget, backend)
-    return _selection(flat, entropy.shape)
+    return selection_of(flat, entropy.shape)
 
 
 @registered("score_and_select", f"(Tensor entropy, {PAIR_CALL}, {BUDGET}, str? backend) -> (Tensor, Tensor)")
@@ -457,12 +373,12 @@ def _score_and_select(entropy: Tensor, *flat: Any) -> tuple[Tensor, Tensor]:
 
 @_score_and_select.register_fake
 def _(entropy: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return _empty_selection(entropy)
+    return empty_selection(entropy)
 
 
 def _run_score_and_select(
     entropy: Tensor, call: PairCall, budget: Budget, backend: str | None
 ) -> tuple[Tensor, Tensor]:
     tensors = [entropy, *call.tensors]
-    select, checked = _with_budget("score_and_select", budget, backend, tensors, call.rule.precision)
+    select, checked = with_budget("score_and_select", budget, backend, tensors, call.rule.precision)
     return select(entropy, call, checked)  # type: ignore[no-any-return]
