@@ -2,6 +2,8 @@
 
 from mdmi_fast._threads import get_num_threads, set_num_threads
 from mdmi_fast.ops._dispatch import BACKENDS, backends
+from mdmi_fast.ops._pairs import PreparedPairwise
+from mdmi_fast.ops._selections import Selection
 from mdmi_fast.ops.kl import (
     MixtureStats,
     expected_entropy,
@@ -13,14 +15,12 @@ from mdmi_fast.ops.kl import (
 from mdmi_fast.ops.launches import StepShape, tune, warmup
 from mdmi_fast.ops.mlp import mlp
 from mdmi_fast.ops.pairwise import (
-    PreparedPairwise,
     pairwise_mlp,
     pairwise_mlp_band,
     pairwise_mlp_rows,
     prepare_pairwise,
 )
 from mdmi_fast.ops.select import (
-    Selection,
     color,
     score_and_select,
     select_budget,
