@@ -54,8 +54,8 @@ def main() -> None:
     real = own_chains() if options.chains is None else read_fasta(options.chains)
     train, judge = split(real, longest=model.max_length - 2)
     if options.command == "states":
-        states = decoding_states(model, model.tokenizer, train, options.count, seed=options.seed)
-        _write(options.out, states.tolist())
+        drawn = decoding_states(model, model.tokenizer, train, options.count, seed=options.seed)
+        _write(options.out, drawn.tolist())
     else:
         texts = prompts(options.task, judge, options.count, seed=options.seed)
         _write(options.out, (model.tokenizer.encode([text])[0].tolist() for text in texts))
