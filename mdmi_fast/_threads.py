@@ -36,6 +36,8 @@ def set_num_threads(n: int) -> None:
         raise TypeError(f"set_num_threads: n must be an int, got {type(n).__name__}")
     if n < 1:
         raise ValueError(f"set_num_threads: n must be at least 1, got {n}")
+    if n >= 2**31:
+        raise ValueError(f"set_num_threads: n must be at most {2**31 - 1}, got {n}")
     _threads = n
 
 

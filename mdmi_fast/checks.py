@@ -123,7 +123,7 @@ def weight(op: str, name: str, value: object) -> float:
     return x
 
 
-def whole(op: str, name: str, value: object, least: int, most: int = LARGEST_INT) -> int:
+def whole(op: str, name: str, value: object, least: int, most: float = LARGEST_INT) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{op}: {name} must be an int, got {describe(value)}")
     if value < least:

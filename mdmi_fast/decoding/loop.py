@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -133,7 +134,7 @@ def decode(
     temperature, top_p, remask_below = _numbers(temperature, top_p, remask_below)
     for name, count, least in (("top_k", top_k, 1), ("block_size", block_size, 1), ("revisions", revisions, 0)):
         if count is not None:
-            check.whole("decode", name, count, least)
+            check.whole("decode", name, count, least, math.inf)  # more than there is means all of it
     for name, flag in (("gumbel", gumbel), ("verify", verify), ("trace", trace)):
         check_flag("decode", name, flag)
     stop_tokens = token_list("decode", "stop_tokens", stop_tokens, model.vocab_size)

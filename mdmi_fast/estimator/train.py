@@ -306,7 +306,7 @@ class _Run:
             for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed while it wrote
                 leftover.unlink()
         # The processes of one training may be on machines that share no folder.
-        kept = _told_by_first(lambda: path.read_bytes() if path.exists() else None)
+        kept = _told_by_first(lambda: _read_checkpoint(path))
         if kept is not None:
             self._resume(path, kept)
 
@@ -365,6 +365,13 @@ def _world() -> int:
 
 def _rank() -> int:
     return dist.get_rank() if _world() > 1 else 0
+
+
+def _read_checkpoint(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes() if path.exists() else None
+    except OSError as error:
+        raise ValueError(f"{path}: not the checkpoint of a training: {error}") from error
 
 
 def _from_all(tensor: Tensor) -> list[Tensor]:

@@ -224,7 +224,7 @@ class Guard:
         if watched is None:
             watched = repr(policy) if state is None else describe(policy)
         self.state = self._load(watched)
-        self.took = torch.zeros(0, dtype=torch.float64)
+        self.took = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._arms: OrderedDict[int, bool | None] = OrderedDict()
         self._waiting: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
         self._block = AuditBlock()
@@ -283,8 +283,8 @@ class Guard:
                 arms, watched = [False] * len(arms), torch.zeros_like(watched)
         between = time.perf_counter()
         theirs = nothing if arms == here else self.control.select(stats, hidden, mask & ~watched, step)
-        took = torch.tensor([between - start, time.perf_counter() - between], dtype=torch.float64)
-        self.took = torch.where(watched.cpu().squeeze(-1), took[0], took[1])
+        took = torch.tensor([time.perf_counter() - between, between - start], dtype=torch.float64, device="cpu")
+        self.took = took[watched.squeeze(-1).long().cpu()]
         selected = torch.where(watched, ours.selected, theirs.selected)
         if self.movement_share and self._random.random() < self.movement_share:
             self._await_movement(hidden, mask, step, selected)
