@@ -473,8 +473,8 @@ def test_no_sequences_give_no_labels() -> None:
     ("change", "message"),
     [
         ({"form": "total"}, "form must be one of joint, entropy, kl"),
-        ({"epsilon": -0.1}, "epsilon must be >= 0"),
-        ({"epsilon": math.nan}, "epsilon must be >= 0"),
+        ({"epsilon": -0.1}, "epsilon must be at least 0"),
+        ({"epsilon": math.nan}, "epsilon must not be NaN"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"samples": 1}, "samples must be at least 2"),
         ({"window": -1}, "window must be at least 0"),
