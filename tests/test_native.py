@@ -276,16 +276,16 @@ def _check_infinities() -> None:
 def _check_pair_gradients() -> None:
     """NaN passes a rectifier, and so does its gradient; an infinite score does not spoil the gradient of others."""
     u, v = torch.tensor([[[1.0], [math.nan]]]), torch.ones(1, 2, 1)
-    network = ([torch.ones(1, 1)], [torch.zeros(1)], torch.ones(1), torch.zeros(()))
-    ones, rule = torch.ones(1, 2, 2), (None, "add", "none", "identity", "fp32")
-    du, *_ = pairwise.pairwise_mlp_backward(ones, u, v, *network, *rule)
+    network = PairNetwork([torch.ones(1, 1)], [torch.zeros(1)], torch.ones(1), torch.zeros(()))
+    ones, rule = torch.ones(1, 2, 2), PairRule("add", "none", "identity", "fp32")
+    du, *_ = pairwise.pairwise_mlp_backward(ones, PairCall(u, v, network, rule))
     assert du.flatten().tolist() == [1.0, 1.0]
     for precision in ("fp32", "bf16"):
         u, v = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
         u[0, 0] = math.inf
-        network = ([torch.full((4, 8), 0.5)], [torch.zeros(8)], torch.ones(8), torch.zeros(()))
-        rule = (None, "add", "none", "softplus", precision)
-        du, _, _, _, d_w_out, d_b_out = pairwise.pairwise_mlp_backward(ones, u, v, *network, *rule)
+        network = PairNetwork([torch.full((4, 8), 0.5)], [torch.zeros(8)], torch.ones(8), torch.zeros(()))
+        rule = PairRule("add", "none", "softplus", precision)
+        du, _, (_, _, d_w_out, d_b_out) = pairwise.pairwise_mlp_backward(ones, PairCall(u, v, network, rule))
         # the slope of softplus is 1 at inf and 1/2 at 0, where all rectifiers are closed
         assert du.flatten().tolist() == [4.0] * 4 + [0.0] * 4
         assert d_w_out.tolist() == [math.inf] * 8
@@ -495,7 +495,7 @@ def test_more_threads_than_anybody_has_are_as_good_as_some(threads: Callable[[in
 
 def test_a_limit_beyond_any_number_of_positions_is_none() -> None:
     entropy, mi = torch.rand(2, 5), torch.rand(2, 5, 5)
-    assert ops.select_budget(entropy, mi, gamma=math.inf, limit=2**70, backend="cpp").selected.all()
+    assert ops.select_budget(entropy, mi, gamma=math.inf, limit=2**63 - 1, backend="cpp").selected.all()
 
 
 def test_few_pairs_are_scored_where_the_budget_is_small() -> None:
