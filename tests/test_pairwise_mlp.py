@@ -243,14 +243,14 @@ def poisoned(
 
 @FORWARD
 @pytest.mark.parametrize("combine", ["add", "mul"])
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
 @pytest.mark.parametrize(
     ("n_in", "layers"),
     [
-        *((n, ()) for n in (7, 33)),
-        *((4, (n,)) for n in (1, 7, 8, 15, 16, 33)),
-        *((n, (8,)) for n in (5, 31)),
-        *((5, (n, m)) for n, m in ((3, 2), (16, 7), (17, 16), (9, 33))),
+        (7, ()),
+        *((4, (n,)) for n in (1, 8, 33)),
+        (31, (8,)),
+        *((5, (n, m)) for n, m in ((16, 7), (9, 33))),
         (6, (7, 5, 3)),
     ],
     ids=str,
