@@ -412,7 +412,7 @@ def test_a_guard_that_cannot_write_its_state_fails_no_request(tmp_path: Path) ->
     assert (tmp_path / "state" / "worker-0.json").exists()  # before the first sequence
     (tmp_path / "state" / "worker-0.json").unlink()
     (tmp_path / "state" / "worker-0.json").mkdir()
-    with pytest.warns(UserWarning, match="the guard was not told of 1 sequences: .*Is a directory"):
+    with pytest.warns(UserWarning, match="the guard was not told of 1 sequences: .*is a folder"):
         assert engine.run([job(4, 4)])[0].error is None
 
 
