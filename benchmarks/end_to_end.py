@@ -32,7 +32,7 @@ from mdmi_fast.decoding import MISource, Policy, parse_policy
 from mdmi_fast.decoding.calibrate import YARDSTICK, Measured, Quality, Target, Tried, choose, pseudo_likelihood
 from mdmi_fast.decoding.randomness import draw_seeds
 from mdmi_fast.files import replace_file
-from mdmi_fast.models import MaskedModel, MaskedOutput
+from mdmi_fast.models import MaskedModel, MaskedOutput, RestrictedModel
 from mdmi_fast.tasks.protein.chains import read_fasta
 from mdmi_fast.tasks.protein.states import prompts, split
 from mdmi_fast.tasks.sudoku.demo import make_task
@@ -201,7 +201,7 @@ class Clocked:
     def __init__(self, policy: Policy, model: MaskedModel) -> None:
         self.policy, self.network = policy, model
         self.mask_token_id, self.vocab_size, self.hidden_size = model.mask_token_id, model.vocab_size, model.hidden_size
-        self.never = getattr(model, "never", ())
+        self.forbidden_tokens = model.forbidden_tokens if isinstance(model, RestrictedModel) else ()
         self.selecting = self.running = 0.0
 
     def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: int) -> Selection:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast.backends.calls import Budget, PairCall, PairNetwork, PairRule
-from mdmi_fast.backends.triton import kl, mlp, pairwise, select, stats
+from mdmi_fast.backends.triton import dense, kl, pairwise, select, stats
 
 
 def pairs(widths: tuple[int, ...], precision: str, symmetry: str, n: int, mask: Tensor | None = None) -> PairCall:
@@ -59,7 +59,7 @@ def selections(n: int, masked: bool = True) -> None:
 
 
 def dense_layers(d: int, dtype: torch.dtype = torch.float32) -> None:
-    mlp.mlp(torch.empty(64, d, dtype=dtype), [torch.empty(d, 64, dtype=dtype)], [torch.empty(64)])
+    dense.mlp(torch.empty(64, d, dtype=dtype), [torch.empty(d, 64, dtype=dtype)], [torch.empty(64)])
 
 
 def _cut(shape: tuple[int, ...], beyond: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -91,7 +91,7 @@ def every_kernel(n: int, k: int, beyond: int = 0) -> None:
         kl.mixture_entropy_backward(g, many, w)
         kl.mixture_stats(many, w, y)
     stats.linear_token_stats(torch.empty(n, 64), torch.empty(9, 64), None)
-    mlp.mlp(torch.empty(n, 64), [torch.empty(64, 16)], [torch.empty(16)])
+    dense.mlp(torch.empty(n, 64), [torch.empty(64, 16)], [torch.empty(16)])
     h, mi = torch.empty(2, n + beyond)[:, :n], torch.empty(2, n + beyond, n + beyond)[:, :n, :n]
     mask = torch.ones(2, n + beyond, dtype=torch.bool)[:, :n]
     select.select_budget(h, mi, mask, Budget(torch.ones(2, dtype=torch.float64), 1.0, 1.0, limit=k))

@@ -31,7 +31,7 @@ from mdmi_fast.estimator import PairwiseMIEstimator, evaluate_estimator, load_es
 from mdmi_fast.labels import MILabels, label_mi
 from mdmi_fast.maps import dependency_graph, mi_map
 from mdmi_fast.models import MaskedModel, MaskedOutput, load_model
-from mdmi_fast.ops import Selection, StepShape, TokenStats, get_num_threads, set_num_threads, tune, warmup
+from mdmi_fast.ops import Selection, StepShape, TokenStats, get_num_threads, set_num_threads, tune_kernels, warmup
 
 __all__ = [
     "AttentionGraph",
@@ -68,8 +68,9 @@ __all__ = [
     "ops",
     "set_num_threads",
     "train_estimator",
-    "tune",
+    "tune_kernels",
     "warmup",
 ]
 
 _moved.install()
+__getattr__ = _moved.names_of(__name__)

@@ -1,15 +1,16 @@
-"""Modules that have moved. Their old names work until version 0.3, with a DeprecationWarning; then this file goes."""
+"""Old names of what was moved or renamed. They work until version 0.3, with a DeprecationWarning; then this file goes."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 MODULES = {
     "mdmi_fast.decode": "mdmi_fast.decoding",
@@ -26,8 +27,71 @@ MODULES = {
     "mdmi_fast.monitor": "mdmi_fast.watch",
     "mdmi_fast.native": "mdmi_fast.backends.cpp",
     "mdmi_fast.ops._checks": "mdmi_fast.checks",
+    "mdmi_fast.ops.mlp": "mdmi_fast.ops.dense",
+    "mdmi_fast.reference.mlp": "mdmi_fast.reference.dense",
 }
 """Old name -> new name; what lies below a package moved with it."""
+
+
+NAMES = {
+    "mdmi_fast": {"tune": "tune_kernels"},
+    "mdmi_fast.ops": {"tune": "tune_kernels"},
+}
+"""Package -> old public name -> new name."""
+
+_Wrapped = TypeVar("_Wrapped", bound=Callable[..., Any])
+
+
+def _warn(old: str, new: str, stacklevel: int) -> None:
+    warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=stacklevel + 1)
+
+
+def names_of(package: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a package that had other public names."""
+
+    def old_name(name: str) -> Any:
+        if name not in NAMES[package]:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        _warn(f"{package}.{name}", f"{package}.{NAMES[package][name]}", 2)
+        return getattr(sys.modules[package], NAMES[package][name])
+
+    return old_name
+
+
+def attribute(holder: object, old: str, new: str, default: Any) -> Any:
+    """An attribute of somebody's own object, which still has its old name; the default where it has neither."""
+    if not hasattr(holder, old):
+        return default
+    _warn(f"{type(holder).__name__}.{old}", new, 3)
+    return getattr(holder, old)
+
+
+def renamed(**names: str) -> Callable[[_Wrapped], _Wrapped]:
+    """Let a function or a method take arguments by their old names: `@renamed(old="new")`."""
+
+    def wrap(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for old in [name for name in kwargs if name in names]:
+                owner = function.__qualname__.removesuffix(".__init__")
+                if names[old] in kwargs:
+                    raise TypeError(f"{owner}: {old} is the old name of {names[old]}; give one of them")
+                _warn(f"{owner}: {old}", names[old], 2)
+                kwargs[names[old]] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        call.__dict__["old_arguments"] = names
+        return call
+
+    return wrap
+
+
+def argument(function: Callable[..., Any], name: str) -> str:
+    """The name that an argument of a function has now."""
+    new: str = vars(function).get("old_arguments", {}).get(name, name)
+    if new != name:
+        _warn(f"{function.__qualname__}: {name}", new, 2)
+    return new
 
 
 def new_name(old: str) -> str | None:

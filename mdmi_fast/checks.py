@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,6 +122,11 @@ def weight(op: str, name: str, value: object) -> float:
     if not 0.0 <= x < math.inf:
         raise ValueError(f"{op}: {name} must be finite and at least 0, got {shown(value)}")
     return x
+
+
+def attribute(holder: object, name: str) -> Any:
+    """An attribute that somebody else's object may lack; None where it does."""
+    return getattr(holder, name, None)
 
 
 def whole(op: str, name: str, value: object, least: int, most: float = LARGEST_INT) -> int:

@@ -106,7 +106,7 @@ def test_a_converted_checkpoint_answers_as_fairseq_would(wheel: Path) -> None:
     expected = expected_logits(weights, tokens[0])
     # fp32 sums in another order; logits are of size 10.
     assert torch.allclose(model(tokens).logits[0, :, 4:24], expected[:, 4:24], atol=1e-3)
-    assert model.never.tolist() == [0, 1, 2, 3, 24]
+    assert model.forbidden_tokens.tolist() == [0, 1, 2, 3, 24]
     assert model.max_length == 144
 
 

@@ -109,15 +109,17 @@ def test_cached_selections_are_the_same_bit_for_bit(store: Store, policy: MIBudg
 class Permitting(Counted):
     """Never writes token 2, unless it is asked to."""
 
-    never: tuple[int, ...] = (2,)
+    forbidden_tokens: tuple[int, ...] = (2,)
 
     def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
         logits, hidden = super().__call__(tokens)
-        return MaskedOutput(logits.index_fill(-1, torch.tensor(self.never, dtype=torch.int64), -torch.inf), hidden)
+        return MaskedOutput(
+            logits.index_fill(-1, torch.tensor(self.forbidden_tokens, dtype=torch.int64), -torch.inf), hidden
+        )
 
     def permitting(self, tokens: Sequence[int]) -> Permitting:
         other = Permitting(self.joint)
-        other.never = tuple(token for token in self.never if token not in tokens)
+        other.forbidden_tokens = tuple(token for token in self.forbidden_tokens if token not in tokens)
         return other
 
 

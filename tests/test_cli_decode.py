@@ -275,7 +275,7 @@ def test_a_line_says_where_its_padding_is(run: Run, folder: Path, tmp_path: Path
     bare.write_text(
         lines_of({"tokens": text}, {"tokens": text, "options": {"seed": 1}}, {"tokens": ended}, {"tokens": ended})
     )
-    decode = ("decode", "--model", f"hf:{folder}?never=4", "--policy", "topk:1", "--temperature", 40)
+    decode = ("decode", "--model", f"hf:{folder}?forbidden_tokens=4", "--policy", "topk:1", "--temperature", 40)
     found = [json.loads(line) for line in run(*decode, "--data", data)[1].splitlines()]
     expected = [json.loads(line)["tokens"] for line in run(*decode, "--data", bare)[1].splitlines()]
     assert [row["tokens"] for row in found[:4]] == [

@@ -35,7 +35,9 @@ class Padded(SequenceModel):
     """Likes 1 best, knows padding and a longest length, and answers NaN to a sequence that begins with 3."""
 
     def __init__(self) -> None:
-        super().__init__(vocab_size=5, hidden_size=3, mask_token_id=MASK, pad_token_id=PAD, never=[PAD], max_length=6)
+        super().__init__(
+            vocab_size=5, hidden_size=3, mask_token_id=MASK, pad_token_id=PAD, forbidden_tokens=[PAD], max_length=6
+        )
         self.calls: list[Tensor] = []
 
     def run(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -577,10 +579,10 @@ def test_damaged_choices_of_tiles_are_named(tmp_path: Path, damage: Callable[[Pa
     pytest.importorskip("triton")
     path = tmp_path / "tiles.json"
     path.write_text('{"card: forward": [1, 2, 3, 4, 5, "6"]}')
-    with pytest.raises(ValueError, match=r"tiles\.json: not the choices"), ops.tune(cache=path):
+    with pytest.raises(ValueError, match=r"tiles\.json: not the choices"), ops.tune_kernels(cache=path):
         pytest.fail("the work has begun")
     damage(path)
-    with pytest.raises((ValueError, OSError), match=r"tiles\.json"), ops.tune(cache=path):
+    with pytest.raises((ValueError, OSError), match=r"tiles\.json"), ops.tune_kernels(cache=path):
         pytest.fail("the work has begun")
 
 

@@ -278,7 +278,7 @@ def test_restrictions_are_made_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_tokens_that_a_model_rules_out_itself_are_left_to_it() -> None:
     model = Fixed(torch.tensor([0.5, 0.3, 0.2]))
-    model.never = torch.tensor([0])  # type: ignore[attr-defined] # which is a lie
+    model.forbidden_tokens = torch.tensor([0])  # type: ignore[attr-defined] # which is a lie
     assert (decode(model, torch.zeros(1, 2, dtype=torch.int64), All()).tokens == 0).all()
 
 
@@ -393,21 +393,21 @@ def test_blocks_open_one_after_the_other_from_the_first_masked_position() -> Non
 class Ruling(Fixed):
     """Never writes some tokens, and says so."""
 
-    def __init__(self, probabilities: Tensor, never: list[int]) -> None:
+    def __init__(self, probabilities: Tensor, forbidden_tokens: list[int]) -> None:
         super().__init__(probabilities)
-        self.never = never
-        self.logits[never] = -torch.inf
+        self.forbidden_tokens = forbidden_tokens
+        self.logits[forbidden_tokens] = -torch.inf
 
 
 class Permitting(Ruling):
     """Writes some of them when it is asked."""
 
-    def __init__(self, probabilities: Tensor, never: list[int]) -> None:
-        super().__init__(probabilities, never)
+    def __init__(self, probabilities: Tensor, forbidden_tokens: list[int]) -> None:
+        super().__init__(probabilities, forbidden_tokens)
         self.probabilities = probabilities
 
     def permitting(self, tokens: Sequence[int]) -> Permitting:
-        return Permitting(self.probabilities, [token for token in self.never if token not in tokens])
+        return Permitting(self.probabilities, [token for token in self.forbidden_tokens if token not in tokens])
 
 
 def test_stop_tokens_that_a_model_never_writes_have_to_be_permitted() -> None:
@@ -418,7 +418,7 @@ def test_stop_tokens_that_a_model_never_writes_have_to_be_permitted() -> None:
     assert (result.tokens.tolist(), result.passes.tolist()) == ([[3, 3, 3]], [1])
     assert decode(model, tokens, TopK(1), stop_tokens=[2]).tokens.tolist() == [[1, 1, 1]]  # 3 is none of them
     with pytest.raises(
-        ValueError, match=r"stop_tokens must be .* got \[3\], which are in the attribute never of Ruling"
+        ValueError, match=r"stop_tokens must be .* got \[3\], which are in the attribute forbidden_tokens of Ruling"
     ):
         decode(Ruling(probabilities, [0, 3]), tokens, TopK(1), stop_tokens=[1, 3])
 
@@ -430,11 +430,11 @@ def test_stop_tokens_that_a_model_never_writes_have_to_be_permitted() -> None:
         ({"stop_tokens": [0]}, r"stop_tokens must not hold the mask token 0, got \[0\]"),
         (
             {"allowed": torch.arange(5) == 3},
-            r"allowed must leave .* sequence 0, position 1, got \[3\], of which never of Permitting \[3\] cannot be written$",
+            r"allowed must leave .* sequence 0, position 1, got \[3\], of which forbidden_tokens of Permitting \[3\] cannot be written$",
         ),
         (
             {"allowed": torch.tensor([[1] * 5, [0, 0, 1, 1, 0], [1] * 5]) > 0, "suppressed": [2]},
-            r"at sequence 0, position 1, got \[2, 3\], of which suppressed \[2\], never of Permitting \[3\] cannot",
+            r"at sequence 0, position 1, got \[2, 3\], of which suppressed \[2\], forbidden_tokens of Permitting \[3\] cannot",
         ),
         ({"allowed": torch.arange(5) == 0}, r"got \[0\], of which .* the mask token \[0\] cannot be written"),
         ({"allowed": torch.zeros(5, dtype=torch.bool)}, r"got \[\]$"),

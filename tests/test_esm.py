@@ -104,7 +104,7 @@ def test_layers_of_fair_esm_count_from_the_embeddings_and_from_the_end() -> None
 
 def test_tokens_of_fair_esm_that_are_no_residue_are_never_decoded() -> None:
     network, alphabet = tiny_esm2()
-    never = FairESMModel(network, alphabet).never.tolist()
+    never = FairESMModel(network, alphabet).forbidden_tokens.tolist()
     assert [alphabet.get_tok(token) for token in never] == ["<cls>", "<pad>", "<eos>", "<unk>", "<null_1>", "<mask>"]
 
 

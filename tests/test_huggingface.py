@@ -229,7 +229,7 @@ def test_other_precisions_stay_near(architecture: str, dtype: torch.dtype) -> No
 
 
 def test_decoding_fills_every_mask_with_tokens_that_may_be_decoded(architecture: str) -> None:
-    model = HuggingFaceModel(tiny(architecture), never=range(5))
+    model = HuggingFaceModel(tiny(architecture), forbidden_tokens=range(5))
     tokens = sentences(2, 9)
     result = decode(model, tokens, TopK(2), temperature=1.0, generator=torch.Generator().manual_seed(0))
     assert (result.tokens != MASK).all()
@@ -319,7 +319,7 @@ def test_a_saved_folder_loads_in_one_line_with_its_tokenizer(architecture: str, 
     model: Any = load_model(f"hf:{tmp_path}")
     assert model.mask_token_id == MASK
     # Five special tokens, and five rows of the head that belong to no token.
-    assert model.never.tolist() == [0, 1, 2, 3, 4, *range(25, 30)]
+    assert model.forbidden_tokens.tolist() == [0, 1, 2, 3, 4, *range(25, 30)]
     assert model.tokenizer.decode(model.tokenizer("a b").input_ids) == "[CLS] a b [SEP]"
     assert not any(parameter.requires_grad for parameter in model.parameters())
     bare: Any = load_model(f"hf:{tmp_path}", tokenizer=None, dtype=torch.bfloat16)
@@ -333,14 +333,14 @@ def test_a_folder_without_a_tokenizer_goes_by_its_configuration(architecture: st
     model: Any = load_model(f"hf:{tmp_path}")
     assert model.tokenizer is None
     assert model.mask_token_id == MASK
-    assert model.never.tolist() == [PAD, START, END, MASK]
+    assert model.forbidden_tokens.tolist() == [PAD, START, END, MASK]
 
 
 def test_special_tokens_of_a_configuration_may_be_several_or_no_token_at_all() -> None:
     network = tiny("bert")
     network.config.update({"eos_token_id": [END, 7], "pad_token_id": -1})  # type: ignore[operator, union-attr]
     model = HuggingFaceModel(network)
-    assert model.never.tolist() == [START, END, MASK, 7]
+    assert model.forbidden_tokens.tolist() == [START, END, MASK, 7]
     assert (model(sentences(1, 6)).logits[..., -1] > -torch.inf).all()
 
 
@@ -604,12 +604,12 @@ def answering(token: int, architecture: str = "bert", **options: Any) -> Hugging
 )
 def test_a_stop_token_that_the_model_never_writes_by_itself_ends_a_sequence(policy: Policy, options: Any) -> None:
     model = answering(END)
-    assert END in model.never
+    assert END in model.forbidden_tokens
     tokens = torch.tensor([[START, 5, MASK, MASK, MASK, MASK]])
     assert END not in decode(model, tokens, policy, **options).tokens
     result = decode(model, tokens, policy, stop_tokens=[END], trace=True, **options)
     assert result.tokens.tolist() == [[START, 5, END, END, END, END]]
-    assert END in model.never  # what the caller holds is as it was
+    assert END in model.forbidden_tokens  # what the caller holds is as it was
     assert model(tokens).logits[..., END].eq(-torch.inf).all()
 
 
@@ -619,7 +619,7 @@ def test_a_model_that_permits_tokens_is_the_same_network(model: HuggingFaceModel
         raw = torch.cat([model.network(input_ids=row[None]).logits for row in tokens])
     permitting = model.permitting([END, 9])
     assert permitting.network is model.network
-    assert permitting.never.tolist() == [token for token in model.never.tolist() if token != END]
+    assert permitting.forbidden_tokens.tolist() == [token for token in model.forbidden_tokens.tolist() if token != END]
     assert permitting(tokens).logits[..., END].equal(raw[..., END])
     assert permitting.token_stats(tokens).stats.entropy.allclose(ops.token_stats(permitting(tokens).logits).entropy)
     assert identity(model) == before
@@ -637,9 +637,9 @@ def test_numbers_between_the_tokens_stand_for_nothing(tmp_path: Path) -> None:
     dead, last = words.index("twice"), len(words) - 1
     assert tokenizer.convert_tokens_to_ids("last") == last == len(tokenizer)
     model = HuggingFaceModel(tiny("bert"), tokenizer)
-    assert model.never.tolist() == [0, 1, 2, 3, 4, dead, *range(len(words), V)]
+    assert model.forbidden_tokens.tolist() == [0, 1, 2, 3, 4, dead, *range(len(words), V)]
     letters = LetterTokenizer("ACD", first=5, mask=12, pad=0)
-    assert HuggingFaceModel(tiny("bert"), letters).never.tolist() == [0, 1, 2, 3, 4, *range(8, V)]
+    assert HuggingFaceModel(tiny("bert"), letters).forbidden_tokens.tolist() == [0, 1, 2, 3, 4, *range(8, V)]
 
 
 def test_a_tokenizer_that_only_counts_its_tokens_is_believed() -> None:
@@ -649,7 +649,7 @@ def test_a_tokenizer_that_only_counts_its_tokens_is_believed() -> None:
         def __len__(self) -> int:
             return 25
 
-    assert HuggingFaceModel(tiny("bert"), Counting()).never.tolist() == [PAD, MASK, *range(25, V)]
+    assert HuggingFaceModel(tiny("bert"), Counting()).forbidden_tokens.tolist() == [PAD, MASK, *range(25, V)]
 
 
 def ending_in_its_pad_token() -> HuggingFaceModel:
@@ -659,7 +659,7 @@ def ending_in_its_pad_token() -> HuggingFaceModel:
     network = transformers.BertForMaskedLM(configuration).eval()
     with torch.no_grad():
         network.cls.predictions.bias[PAD] = 3.0
-    return HuggingFaceModel(network, never=[MASK])
+    return HuggingFaceModel(network, forbidden_tokens=[MASK])
 
 
 def test_a_pad_token_that_ends_texts_too_is_padding_only_where_a_mask_says_so() -> None:
@@ -686,7 +686,7 @@ def test_a_word_that_only_a_configuration_takes_for_padding_is_text() -> None:
     model = HuggingFaceModel(tiny("bert"), Letters())
     assert model.network.config.pad_token_id == PAD  # type: ignore[union-attr]
     assert model.visible(tokens).all()
-    assert not HuggingFaceModel(tiny("bert"), never=[MASK]).visible(tokens).all()
+    assert not HuggingFaceModel(tiny("bert"), forbidden_tokens=[MASK]).visible(tokens).all()
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta"])
@@ -707,7 +707,7 @@ def test_padding_changes_no_label_on_either_side(architecture: str, options: dic
 
 def test_a_model_may_write_its_pad_token_while_it_decodes_or_is_probed() -> None:
     tokens = torch.tensor([[START, 5, MASK, MASK, MASK, MASK, 7, PAD]])
-    plain = HuggingFaceModel(tiny("bert"), never=[MASK])  # here the last token is padding
+    plain = HuggingFaceModel(tiny("bert"), forbidden_tokens=[MASK])  # here the last token is padding
     with torch.no_grad():
         plain.network.cls.predictions.bias[PAD] = 3.0  # type: ignore[union-attr, index]
     for model, length in ((ending_in_its_pad_token(), 8), (plain, 7)):
@@ -800,11 +800,15 @@ def test_a_network_that_was_never_loaded_is_refused() -> None:
         ({"mask_token_id": True}, TypeError, r"mask_token_id must be an int, got True \(bool\)"),
         ({"mask_token_id": 4.0}, TypeError, r"mask_token_id must be an int, got 4\.0"),
         ({"mask_token_id": -1}, ValueError, "mask_token_id must be at least 0, got -1"),
-        ({"never": [400]}, ValueError, r"never must be tokens in 0\.\.29, got 400"),
-        ({"never": [-1]}, ValueError, r"never must be tokens in 0\.\.29, got -1"),
-        ({"never": [1.5]}, TypeError, "never must be a sequence of tokens, which are integers"),
-        ({"never": [True]}, TypeError, "never must be a sequence of tokens, which are integers"),
-        ({"never": 5}, TypeError, "never must be a sequence of tokens, which are integers, got 5"),
+        ({"forbidden_tokens": [400]}, ValueError, r"forbidden_tokens must be tokens in 0\.\.29, got 400"),
+        ({"forbidden_tokens": [-1]}, ValueError, r"forbidden_tokens must be tokens in 0\.\.29, got -1"),
+        ({"forbidden_tokens": [1.5]}, TypeError, "forbidden_tokens must be a sequence of tokens, which are integers"),
+        ({"forbidden_tokens": [True]}, TypeError, "forbidden_tokens must be a sequence of tokens, which are integers"),
+        (
+            {"forbidden_tokens": 5},
+            TypeError,
+            "forbidden_tokens must be a sequence of tokens, which are integers, got 5",
+        ),
         ({"layers": True}, TypeError, "layers must be a number or several, got True"),
         ({"layers": [1.0]}, TypeError, r"layers must be a number or several, got 1\.0"),
         ({"layers": "1"}, TypeError, "layers must be a number or several, got '1'"),

@@ -12,6 +12,8 @@ import pytest
 
 import mdmi_fast
 from mdmi_fast import _moved
+from mdmi_fast.models.call import forbidden_tokens_of
+from mdmi_fast.models.sequences import SequenceModel
 from tools import measure_house
 
 
@@ -150,3 +152,41 @@ def test_imports_go_downwards_only() -> None:
 def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="module 'mdmi_fast' has no attribute 'nothing'"):
         mdmi_fast.nothing  # noqa: B018 - the access is the test
+
+
+@pytest.mark.parametrize(
+    ("package", "old"), [(package, old) for package, names in _moved.NAMES.items() for old in names]
+)
+def test_old_public_names_give_the_new_ones_with_a_warning(package: str, old: str) -> None:
+    module = importlib.import_module(package)
+    with pytest.warns(DeprecationWarning, match=f"{package}.{old} is now called"):
+        found = getattr(module, old)
+    assert found is getattr(module, _moved.NAMES[package][old])
+
+
+def test_old_arguments_are_taken_with_a_warning_and_not_beside_the_new() -> None:
+    @_moved.renamed(old="new")
+    def function(first: int, *, new: int = 0) -> tuple[int, int]:
+        return first, new
+
+    with pytest.warns(DeprecationWarning, match="function: old is now called new"):
+        assert function(1, old=2) == (1, 2)
+    assert function(1, new=3) == (1, 3)
+    with pytest.raises(TypeError, match="old is the old name of new; give one of them"):
+        function(1, old=2, new=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        function(1, other=2)
+
+
+def test_a_model_that_still_says_never_is_understood() -> None:
+    model = SequenceModel(vocab_size=4, hidden_size=1, mask_token_id=3, forbidden_tokens=[1])
+    with pytest.warns(DeprecationWarning, match="never is now called forbidden_tokens"):
+        other = SequenceModel(vocab_size=4, hidden_size=1, mask_token_id=3, never=[1])  # type: ignore[call-arg]
+    assert forbidden_tokens_of("test", other) == forbidden_tokens_of("test", model) == {1, 3}
+
+    class Old:
+        vocab_size = 4
+        never = (2,)
+
+    with pytest.warns(DeprecationWarning, match=r"Old\.never is now called forbidden_tokens"):
+        assert forbidden_tokens_of("test", Old()) == {2}  # type: ignore[arg-type]

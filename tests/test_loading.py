@@ -26,7 +26,7 @@ def load_anything(
     name: str,
     *,
     layers: int | Sequence[int] = -1,
-    never: Iterable[int] | None = None,
+    forbidden_tokens: Iterable[int] | None = None,
     mask_token_id: int | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
@@ -47,11 +47,11 @@ def loaders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_in_a_name_are_read_as_the_loader_annotates_them() -> None:
-    spec = "any:a/b?layers=-1,-2&never=3&mask_token_id=4&dtype=bfloat16&compile=true&revision=v2"
+    spec = "any:a/b?layers=-1,-2&forbidden_tokens=3&mask_token_id=4&dtype=bfloat16&compile=true&revision=v2"
     assert load_model(spec) == {
         "name": "a/b",
         "layers": (-1, -2),
-        "never": (3,),
+        "forbidden_tokens": (3,),
         "mask_token_id": 4,
         "dtype": torch.bfloat16,
         "device": "cpu",
@@ -73,7 +73,10 @@ def test_options_that_a_loader_hands_on_are_known_by_their_types() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("any:x?depth=3", "any: options are KEY=VALUE and any takes layers, never, mask_token_id, .*; got 'depth=3'"),
+        (
+            "any:x?depth=3",
+            "any: options are KEY=VALUE and any takes layers, forbidden_tokens, mask_token_id, .*; got 'depth=3'",
+        ),
         ("any:x?compile", "got 'compile'"),
         ("any:x?compile=yes", "any: option compile must be true or false, got 'yes'"),
         ("any:x?dtype=bf16", "any: option dtype must be a dtype of torch such as .*, got 'bf16'"),

@@ -134,7 +134,7 @@ def test_an_answer_that_fits_is_taken_wherever_a_model_is_called(caller: str) ->
 class StatsOnly(Answering):
     """Has statistics of its own making."""
 
-    never = (MASK,)
+    forbidden_tokens = (MASK,)
 
     def __init__(self, **changed: Any) -> None:
         super().__init__(fitting)
@@ -193,10 +193,22 @@ def test_what_is_no_model_is_named() -> None:
         ({"mask_token_id": torch.tensor(4.0)}, TypeError, "model must have an integer mask_token_id, got tensor"),
         ({"vocab_size": 0}, ValueError, "vocab_size of Answering must be at least 1, got 0"),
         ({"vocab_size": 2**70}, ValueError, "vocab_size of Answering must be at most"),
-        ({"never": None}, TypeError, "never of Answering must be a sequence of tokens, which are integers, got None"),
-        ({"never": [1.7]}, TypeError, r"never of Answering must be a sequence of tokens.*got \[1\.7\]"),
-        ({"never": torch.tensor(2)}, TypeError, "never of Answering must be a sequence of tokens"),
-        ({"never": [400]}, ValueError, r"never of Answering must be tokens in 0\.\.5, got 400"),
+        (
+            {"forbidden_tokens": None},
+            TypeError,
+            "forbidden_tokens of Answering must be a sequence of tokens, which are integers, got None",
+        ),
+        (
+            {"forbidden_tokens": [1.7]},
+            TypeError,
+            r"forbidden_tokens of Answering must be a sequence of tokens.*got \[1\.7\]",
+        ),
+        (
+            {"forbidden_tokens": torch.tensor(2)},
+            TypeError,
+            "forbidden_tokens of Answering must be a sequence of tokens",
+        ),
+        ({"forbidden_tokens": [400]}, ValueError, r"forbidden_tokens of Answering must be tokens in 0\.\.5, got 400"),
         ({"visible": lambda tokens: [[True]]}, TypeError, "visible of Answering must be a tensor, got list"),
         ({"visible": lambda tokens: tokens}, TypeError, "visible of Answering must be bool, got"),
         (
@@ -212,7 +224,7 @@ def test_what_a_model_says_of_itself_is_checked(changed: dict[str, Any], error: 
     for stop_tokens in ([], [1]):
         with pytest.raises(error, match=f"decode: {message}"):
             decode(model, TOKENS, TopK(1), stop_tokens=stop_tokens)
-    if "never" not in changed:  # nothing is written
+    if "forbidden_tokens" not in changed:  # nothing is written
         with pytest.raises(error, match=f"probe_mi: {message}"):
             label_mi(model, TOKENS)
 

@@ -23,7 +23,7 @@ from mdmi_fast.backends.calls import Budget, PairCall, PairGradients, PairNetwor
 
 _C = pytest.importorskip("mdmi_fast._C", reason="the extension is not built")
 
-from mdmi_fast.backends.cpp import kl, mlp, pairwise, select, stats, sudoku  # noqa: E402 - they need the extension
+from mdmi_fast.backends.cpp import dense, kl, pairwise, select, stats, sudoku  # noqa: E402 - they need the extension
 from mdmi_fast.tasks.sudoku.model import SudokuModel  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -90,7 +90,7 @@ def _everything(inputs: dict[str, Tensor], network: PairNetwork) -> list[Tensor]
         *kl.mixture_stats(logits, weights, logits[0]),
         *kl.expected_kl_backward(weights[0], logits, weights, logits[0]),
         kl.mixture_entropy_backward(weights[0], logits, weights),
-        mlp.mlp(logits, *network[:2]),
+        dense.mlp(logits, *network[:2]),
         *select.select_budget(entropy, mi, mask, budget),
         *select.select_threshold(entropy, mi, mask, 0.5, None),
         *select.score_and_select(entropy, call, budget),

@@ -53,7 +53,7 @@ def test_tuning_measures_once_remembers_and_reads_back(two_candidates: list[Pair
     expected = ops.pairwise_mlp(u, u, *network, backend="triton")
     assert not tuner.found
     cache = tmp_path / "new" / "tiles.json"
-    with mdmi_fast.tune(cache=cache):
+    with mdmi_fast.tune_kernels(cache=cache):
         got = ops.pairwise_mlp(u, u, *network, backend="triton")
     torch.testing.assert_close(got, expected)
     ((key, tile),) = tuner.found.items()
@@ -61,7 +61,7 @@ def test_tuning_measures_once_remembers_and_reads_back(two_candidates: list[Pair
     assert tile in two_candidates
     assert list(json.loads(cache.read_text())) == [key]
     tuner.found.clear()
-    with mdmi_fast.tune(cache=cache):
+    with mdmi_fast.tune_kernels(cache=cache):
         assert tuner.found == {key: tile}
 
 
@@ -69,7 +69,7 @@ def test_a_cache_that_cannot_be_written_is_said(two_candidates: list[PairTile], 
     (tmp_path / "file").write_text("")
     with (
         pytest.warns(UserWarning, match="choices are kept in memory only"),
-        mdmi_fast.tune(cache=tmp_path / "file" / "x.json"),
+        mdmi_fast.tune_kernels(cache=tmp_path / "file" / "x.json"),
     ):
         pass
 

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "drivers/checks.hpp"
-#include "drivers/mlp.hpp"
+#include "drivers/dense.hpp"
 #include "drivers/pairwise.hpp"
 #include "drivers/pairwise_backward.hpp"
 #include "drivers/score_and_select.hpp"

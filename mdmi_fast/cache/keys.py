@@ -12,7 +12,7 @@ from torch import Tensor
 from mdmi_fast.decoding.policies.base import Step
 from mdmi_fast.decoding.policies.mutual_information import Shuffled
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.call import never_of
+from mdmi_fast.models.call import forbidden_tokens_of
 from mdmi_fast.models.identity import describe_model, identity
 from mdmi_fast.ops import TokenStats
 
@@ -26,7 +26,7 @@ class Keys:
         # Of a network whose logits are shifted or not, the weights are the same.
         model_text = f"{identity(model)} {getattr(model, 'shift', None)}"
         self._what = f"{__version__} {kind} {model_text} {describe(settings)}"
-        self._never = never_of("cache", model)
+        self._forbidden = forbidden_tokens_of("cache", model)
 
     def __call__(self, mask: Tensor, step: int, hidden: Tensor | None, stats: TokenStats | None) -> list[str]:
         tokens, visible = getattr(step, "tokens", None), getattr(step, "attention_mask", None)
@@ -37,7 +37,7 @@ class Keys:
         # A processor and an accelerator, or two precisions, round differently.
         what = f"{self._what} {hidden.dtype} {hidden.device.type}"
         # What is decoded may write stop tokens that the model never writes by itself.
-        permitted = set() if step.model is None else self._never - never_of("cache", step.model)
+        permitted = set() if step.model is None else self._forbidden - forbidden_tokens_of("cache", step.model)
         what += f" permitting {sorted(permitted)}" if permitted else ""
         head = hashlib.blake2b(what.encode(), digest_size=20)
         visible = torch.ones_like(mask) if visible is None else visible

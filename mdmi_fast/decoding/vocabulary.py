@@ -11,7 +11,7 @@ from torch import Tensor
 from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.models import MaskedModel, PermittingModel
-from mdmi_fast.models.call import never_of
+from mdmi_fast.models.call import forbidden_tokens_of
 from mdmi_fast.ops import TokenStats
 
 _TILE = 1 << 20
@@ -31,14 +31,14 @@ def with_stops(model: MaskedModel, stop_tokens: Sequence[int], suppressed: Seque
         raise ValueError(
             f"decode: stop_tokens must not hold the mask token {model.mask_token_id}, got {[*stop_tokens]}"
         )
-    ruled_out = sorted(never_of("decode", model).intersection(stop_tokens))
+    ruled_out = sorted(forbidden_tokens_of("decode", model).intersection(stop_tokens))
     if not ruled_out:
         return model
     if isinstance(model, PermittingModel):
         return model.permitting(ruled_out)
     raise ValueError(
         f"decode: stop_tokens must be tokens that the model can write, got {ruled_out}, which are in the attribute "
-        f"never of {type(model).__name__}; give it a method permitting(tokens), see mdmi_fast.models.PermittingModel"
+        f"forbidden_tokens of {type(model).__name__}; give it a method permitting(tokens), see mdmi_fast.models.PermittingModel"
     )
 
 
@@ -83,7 +83,7 @@ class Vocabulary:
             TypeError: for a set of another kind.
             ValueError: for a set that does not fit to `asked`, or positions where nothing may be written.
         """
-        size, ruled_out = model.vocab_size, never_of("decode", model)
+        size, ruled_out = model.vocab_size, forbidden_tokens_of("decode", model)
         left = {token for token in (model.mask_token_id, *suppressed) if token < size} - ruled_out
         whole = (*asked.shape, size)
         sets = torch.ones(size, dtype=torch.bool, device=asked.device) if allowed is None else allowed
@@ -99,7 +99,7 @@ class Vocabulary:
         if bool(stuck.any()):
             row, position = stuck.nonzero()[0].tolist()
             demanded = sets.expand(whole)[row, position].nonzero().flatten().tolist()
-            reasons = {"suppressed": suppressed, f"never of {type(model).__name__}": ruled_out}
+            reasons = {"suppressed": suppressed, f"forbidden_tokens of {type(model).__name__}": ruled_out}
             reasons["the mask token"] = {model.mask_token_id}
             found = {name: sorted({*demanded}.intersection(tokens)) for name, tokens in reasons.items()}
             told = ", ".join(f"{name} {_few(tokens)}" for name, tokens in found.items() if tokens)

@@ -65,17 +65,23 @@ class PaddedModel(Protocol):
 
 
 @runtime_checkable
-class PermittingModel(Protocol):
-    """The optional ability of a `MaskedModel` with tokens that it never writes to write some of them when asked.
+class RestrictedModel(Protocol):
+    """A `MaskedModel` that says which tokens it never writes.
 
     Attributes:
-        never: tokens whose logits are -inf.
+        forbidden_tokens: tokens whose logits are -inf.
     """
 
-    never: Iterable[int]
+    @property
+    def forbidden_tokens(self) -> Iterable[int]: ...
+
+
+@runtime_checkable
+class PermittingModel(Protocol):
+    """The optional ability of a `RestrictedModel` to write some of its forbidden tokens when asked."""
 
     def permitting(self, tokens: Iterable[int]) -> MaskedModel:
-        """The same model, of the same weights, whose logits of these tokens are the network's own: not in its `never`."""
+        """The same model, of the same weights, whose logits of these tokens are the network's own."""
         ...
 
 

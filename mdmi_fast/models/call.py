@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdmi_fast import _moved
 from mdmi_fast import checks as check
-from mdmi_fast.models.base import MaskedModel, MaskedOutput, PaddedModel
+from mdmi_fast.models.base import MaskedModel, MaskedOutput, PaddedModel, RestrictedModel
 from mdmi_fast.models.identity import check_loaded, modules_of
 
 
@@ -35,7 +36,7 @@ def _check_protocol(owner: str, model: Any) -> None:
         raise TypeError(f"{owner}: model must be an object that can be called, got {model!r}")
     name = type(model).__name__
     for attribute, least in (("mask_token_id", 0), ("vocab_size", 1), ("hidden_size", 1)):
-        value: Any = getattr(model, attribute, None)
+        value: Any = check.attribute(model, attribute)
         try:
             number = _index(value)
         except TypeError:
@@ -102,14 +103,18 @@ def _index(value: Any) -> int:
     return operator.index(value)
 
 
-def never_of(owner: str, model: MaskedModel) -> set[int]:
+def forbidden_tokens_of(owner: str, model: MaskedModel) -> set[int]:
     """The tokens whose logits a model makes -inf itself.
 
     Raises:
-        TypeError: if its attribute `never` is no sequence of integers.
+        TypeError: if its attribute `forbidden_tokens` is no sequence of integers.
         ValueError: if it names what is no token.
     """
-    return set(token_list(owner, f"never of {type(model).__name__}", getattr(model, "never", ()), model.vocab_size))
+    if isinstance(model, RestrictedModel):
+        tokens: Any = model.forbidden_tokens
+    else:
+        tokens = _moved.attribute(model, "never", "forbidden_tokens", ())
+    return set(token_list(owner, f"forbidden_tokens of {type(model).__name__}", tokens, model.vocab_size))
 
 
 def check_flag(owner: str, name: str, value: object) -> bool:
@@ -171,7 +176,7 @@ def call_token_stats(owner: str, model: Any, tokens: Tensor, attention_mask: Ten
     """
     with evaluating(model):
         output = model.token_stats(tokens) if attention_mask is None else model.token_stats(tokens, attention_mask)
-    stats = getattr(output, "stats", None)
+    stats = check.attribute(output, "stats")
     if not isinstance(stats, tuple) or not hasattr(stats, "_fields"):
         raise TypeError(
             f"{owner}: token_stats of {type(model).__name__} must answer with stats, got {type(stats).__name__}"
@@ -204,7 +209,7 @@ def evaluating(model: object) -> Iterator[None]:
 
 
 def _check_field(owner: str, model: object, output: Any, name: str, tokens: Tensor, width: int) -> None:
-    field, kind = getattr(output, name, None), type(model).__name__
+    field, kind = check.attribute(output, name), type(model).__name__
     if not isinstance(field, Tensor):
         raise TypeError(
             f"{owner}: {kind} must answer with MaskedOutput(logits, hidden), got {type(output).__name__} "

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mdmi_fast.models._transformers import nameless
 from mdmi_fast.models.call import evaluating
 from mdmi_fast.models.identity import check_loaded
 from mdmi_fast.models.limits import length_limit
-from mdmi_fast.models.sequences import SequenceModel, check_layers, nameless
+from mdmi_fast.models.sequences import SequenceModel, check_layers
 
 
 class ESMCModel(SequenceModel):
@@ -42,7 +43,7 @@ class ESMCModel(SequenceModel):
             hidden_size=embedding.embedding_dim * len(chosen),
             mask_token_id=tokenizer.mask_token_id,
             pad_token_id=tokenizer.pad_token_id,
-            never={*tokenizer.all_special_ids, *nameless(tokenizer, embedding.num_embeddings)},
+            forbidden_tokens={*tokenizer.all_special_ids, *nameless(tokenizer, embedding.num_embeddings)},
             batch_invariant=batch_invariant,
         )
         self.network, self.tokenizer, self.layers = network, tokenizer, chosen
@@ -83,7 +84,7 @@ class FairESMModel(SequenceModel):
             hidden_size=network.embed_tokens.embedding_dim * len(chosen),  # type: ignore[union-attr, operator, arg-type]
             mask_token_id=alphabet.mask_idx,
             pad_token_id=alphabet.padding_idx,
-            never=special,
+            forbidden_tokens=special,
             max_length=limit,
             batch_invariant=batch_invariant,
         )

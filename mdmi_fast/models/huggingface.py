@@ -13,23 +13,24 @@ for the end of a text, so only an attention mask tells them apart.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from mdmi_fast import checks as check
 from mdmi_fast import ops
+from mdmi_fast._moved import renamed
+from mdmi_fast.models._head import LastProduct
+from mdmi_fast.models._transformers import is_text, loading_errors, special_tokens, token_of
 from mdmi_fast.models.base import AttentiveOutput, MaskedOutput
 from mdmi_fast.models.call import check_flag, evaluating
 from mdmi_fast.models.identity import check_loaded
 from mdmi_fast.models.limits import length_limit
-from mdmi_fast.models.sequences import SequenceModel, check_layers, nameless
+from mdmi_fast.models.sequences import SequenceModel, check_layers
 
 _DIFFUSION = {"llada": False, "Dream": True}
 """config.model_type of diffusion models that load as AutoModel -> whether the logits are shifted."""
@@ -58,7 +59,7 @@ class HuggingFaceModel(SequenceModel):
             an unknown piece of a text too is padding only where an attention mask says so.
         layers: whose states are the hidden state, -1 for the last, 0 for the embeddings; several are joined.
         mask_token_id: instead of the tokenizer's or the configuration's.
-        never: tokens never decoded, instead of the special ones.
+        forbidden_tokens: tokens that are never decoded, instead of the special ones.
         shift: the logits of position i stand at i - 1 (see the module's text).
         batch_invariant: see `SequenceModel`.
         attention: answers are an `AttentiveOutput`, averaged over the later half of the layers, for policies that read it
@@ -70,6 +71,7 @@ class HuggingFaceModel(SequenceModel):
             hidden states of every position.
     """
 
+    @renamed(never="forbidden_tokens")
     def __init__(
         self,
         network: nn.Module,
@@ -77,7 +79,7 @@ class HuggingFaceModel(SequenceModel):
         *,
         layers: int | Sequence[int] = -1,
         mask_token_id: int | None = None,
-        never: Iterable[int] | None = None,
+        forbidden_tokens: Iterable[int] | None = None,
         shift: bool = False,
         batch_invariant: bool = True,
         attention: bool = False,
@@ -85,7 +87,7 @@ class HuggingFaceModel(SequenceModel):
         config: Any = network.config
         name = type(network).__name__
         check_loaded(name, network)
-        mask = _first(mask_token_id, getattr(tokenizer, "mask_token_id", None), getattr(config, "mask_token_id", None))
+        mask = _first(mask_token_id, token_of(tokenizer, "mask"), token_of(config, "mask"))
         if mask is None:
             raise ValueError(
                 f"{name}: {'the tokenizer' if tokenizer is not None else 'the configuration'} knows "
@@ -98,28 +100,26 @@ class HuggingFaceModel(SequenceModel):
         with evaluating(network):
             logits, states = _probe(network, mask, chosen)
             # A token that no network takes for padding: positions are not counted at padding.
-            text = next(token for token in (mask, 0, 1) if token != getattr(config, "pad_token_id", None))
+            text = next(token for token in (mask, 0, 1) if token != token_of(config, "pad"))
             limit = length_limit(network, lambda n: network(input_ids=torch.full((1, n), text, device=logits.device)))
-        if never is None:
-            never = _special_tokens(tokenizer, config, logits.shape[-1])
-        pad = _first(getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None))
+        if forbidden_tokens is None:
+            forbidden_tokens = special_tokens(tokenizer, config, logits.shape[-1])
+        pad = _first(token_of(tokenizer, "pad"), token_of(config, "pad"))
         super().__init__(
             vocab_size=logits.shape[-1],
             hidden_size=sum(states[layer].shape[-1] for layer in chosen),
             mask_token_id=mask,
             pad_token_id=pad,
-            pad_is_text=_is_text(pad, tokenizer, config),
-            never=never,
+            pad_is_text=is_text(pad, tokenizer, config),
+            forbidden_tokens=forbidden_tokens,
             max_length=limit,
             batch_invariant=batch_invariant,
         )
         self.network, self.tokenizer, self.never = network, tokenizer, self.never.to(logits.device)
         self.layers, self.shift = chosen, check_flag(name, "shift", shift)
         self._attentive = check_flag(name, "attention", attention)
-        self._product: tuple[nn.Module, str, Any]
         with evaluating(network):
-            self.head = self._find_head(mask)
-        """(weight [V, F], bias [V] or None) of the last product, or None where it cannot be found."""
+            self.head = LastProduct.of(network, mask)
 
     def run(self, tokens: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         output = self._output(tokens, attention_mask)
@@ -137,7 +137,7 @@ class HuggingFaceModel(SequenceModel):
             output = self._output(part, shown, output_attentions=True)
             weights = _kept(output.attentions)
             attention = torch.stack(weights[len(weights) // 2 :]).mean(dim=(0, 2))
-            logits = self._aligned(output.logits).index_fill(-1, self.never, -torch.inf)
+            logits = self._aligned(output.logits).index_fill(-1, self.forbidden_tokens, -torch.inf)
             return logits, self._hidden(output), F.pad(attention, (0, length - part.shape[1]))
 
         logits, hidden, attention = self._put_together(answer, tokens, attention_mask)
@@ -160,12 +160,12 @@ class HuggingFaceModel(SequenceModel):
         if self.head is None:
             logits, hidden = super().forward(tokens, attention_mask)
             return StatsOutput(ops.token_stats(logits), hidden)
-        weight, bias = self.head
-        bias = weight.new_zeros(self.vocab_size) if bias is None else bias
-        bias = bias.index_fill(0, self.never, -torch.inf)
+        product, weight = self.head, self.head.layer.weight
+        bias = weight.new_zeros(self.vocab_size) if product.bias is None else product.bias
+        bias = bias.index_fill(0, self.forbidden_tokens, -torch.inf)
 
         def answer(part: Tensor, visible: Tensor | None) -> tuple[Tensor, ...]:
-            with self._without_product() as tap:
+            with product.left_out() as tap:
                 _, hidden = self.run(part, visible)
             return *ops.linear_token_stats(self._aligned(tap.features), weight, bias), hidden
 
@@ -197,57 +197,6 @@ class HuggingFaceModel(SequenceModel):
         """What is said of a position, at that position [B, N, ...]."""
         return torch.cat([x[:, :1], x[:, :-1]], dim=1) if self.shift else x
 
-    @contextmanager
-    def _without_product(self) -> Iterator[_Tap]:
-        """Run the network without its last product, keeping what would have gone in."""
-        owner, name, head = self._product
-        tap = _Tap(head)
-        setattr(owner, name, tap)
-        try:
-            yield tap
-        finally:
-            setattr(owner, name, head)
-
-    @torch.no_grad()
-    def _find_head(self, mask: int) -> tuple[Tensor, Tensor | None] | None:
-        """The last product, if it and a bias of its own or of the module around it give the logits of a sample."""
-        head: Any = getattr(self.network, "get_output_embeddings", lambda: None)()
-        owners = [
-            (owner, name)
-            for owner in self.network.modules()
-            for name, child in owner.named_children()
-            if child is head and isinstance(head, nn.Linear)
-        ]
-        if len(owners) != 1:
-            return None
-        (owner, name) = owners[0]
-        self._product = (owner, name, head)
-        tokens = torch.tensor([[0, mask, 1]], device=head.weight.device)
-        logits = self.network(input_ids=tokens).logits
-        with self._without_product() as tap:
-            self.network(input_ids=tokens)
-        if tap.features is None:  # the network multiplies by the weights itself
-            return None
-        tolerance = 1e-4 if logits.dtype.itemsize >= 4 else 2e-2  # two orders of the same sum
-        for bias in (head.bias, getattr(owner, "bias", None)):
-            product = F.linear(tap.features, head.weight, bias)
-            if torch.allclose(product, logits, rtol=tolerance, atol=tolerance):
-                return head.weight, bias
-        return None
-
-
-class _Tap(nn.Module):
-    """Stands where the last product was; keeps its input and answers zeros that take no memory."""
-
-    def __init__(self, head: nn.Linear) -> None:
-        super().__init__()
-        self.out_features, self.weight, self.bias = head.out_features, head.weight, head.bias
-        self.features: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.features = x
-        return x.new_zeros(1).expand(*x.shape[:-1], self.out_features)
-
 
 class LoadOptions(TypedDict, total=False):
     """Options of loaders that know the tokenizer themselves; see `load_model`."""
@@ -260,13 +209,14 @@ class LoadOptions(TypedDict, total=False):
     batch_invariant: bool
 
 
+@renamed(never="forbidden_tokens")
 def load_model(
     name: str,
     *,
     layers: int | Sequence[int] = -1,
     tokenizer: Any = True,
     mask_token_id: int | None = None,
-    never: Iterable[int] | None = None,
+    forbidden_tokens: Iterable[int] | None = None,
     shift: bool | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
@@ -284,7 +234,7 @@ def load_model(
         tokenizer: True for the model's own (none where a folder holds none), None for none, the name or folder of
             another, or an object with the attributes that `HuggingFaceModel` reads.
         mask_token_id: see `HuggingFaceModel`.
-        never: see `HuggingFaceModel`.
+        forbidden_tokens: see `HuggingFaceModel`.
         shift: see the module's text; None decides by the kind of model.
         dtype: of the weights; None: as they were saved.
         device: where to.
@@ -313,14 +263,14 @@ def load_model(
         name = str(folder)
     elif name[0] in "./~" or name.count("/") > 1:
         raise FileNotFoundError(f"hf: there is no folder {name}")
-    with _loading(name):
+    with loading_errors(name):
         config = transformers.AutoConfig.from_pretrained(name, **common)
     diffusion = config.model_type in _DIFFUSION
     loader = transformers.AutoModel if diffusion else transformers.AutoModelForMaskedLM
     if not diffusion and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING and not _has_code(config):
         raise ValueError(f"hf: {name} is a model of type {config.model_type!r}, of which no masked LM is known")
     chosen = {} if attention is None else {"attn_implementation": attention}
-    with _loading(name):
+    with loading_errors(name):
         network, told = loader.from_pretrained(
             name, dtype="auto" if dtype is None else dtype, output_loading_info=True, **common, **chosen
         )
@@ -329,7 +279,7 @@ def load_model(
     elif isinstance(tokenizer, str) and not _has_tokenizer(Path(tokenizer)):
         raise FileNotFoundError(f"hf: folder {tokenizer} holds no tokenizer")
     if isinstance(tokenizer, str):
-        with _loading(tokenizer):
+        with loading_errors(tokenizer):
             tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer, **common)
     if told["missing_keys"]:
         warnings.warn(
@@ -342,7 +292,7 @@ def load_model(
         tokenizer,
         layers=layers,
         mask_token_id=mask_token_id,
-        never=never,
+        forbidden_tokens=forbidden_tokens,
         shift=_DIFFUSION.get(config.model_type, False) if shift is None else shift,
         batch_invariant=batch_invariant,
         attention=attention == "eager",
@@ -350,41 +300,6 @@ def load_model(
     if compile:
         model.network.compile(dynamic=True)
     return model
-
-
-@contextmanager
-def _loading(name: str) -> Iterator[None]:
-    """Let an error of transformers, and of the libraries that it reads files with, say what could not be loaded.
-
-    Raises:
-        OSError: a file is missing, or there is no network to fetch it.
-        ValueError: a file holds something else than it should, which these libraries report in many kinds.
-    """
-    try:
-        yield
-    except (ImportError, MemoryError):
-        raise
-    except Exception as error:
-        if type(error) is ValueError:  # says itself what is not supported
-            raise ValueError(f"hf: {name} cannot be loaded: {error}") from error
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".:!")
-        folder = Path(name)
-        if not folder.is_dir():
-            if isinstance(error, OSError):
-                reason += ". Without a network, copy the model's folder here and say hf:FOLDER"
-        else:
-            damaged = next((path.name for path in sorted(folder.glob("*.safetensors")) if _is_damaged(path)), None)
-            reason += f". {damaged or 'A file of the folder'} is {'' if damaged else 'missing or '}damaged"
-        kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"hf: {name} cannot be loaded: {reason}") from error
-
-
-def _is_damaged(weights: Path) -> bool:
-    try:
-        with safe_open(weights, "pt"):
-            return False
-    except (SafetensorError, OSError):
-        return True
 
 
 def _n_embedded(network: nn.Module) -> int | None:
@@ -409,7 +324,7 @@ def _kept(attentions: Sequence[Tensor | None] | None) -> list[Tensor]:
 
 def _has_code(config: Any) -> bool:
     """Whether a model brings the code of its masked LM."""
-    return "AutoModelForMaskedLM" in getattr(config, "auto_map", {})
+    return "AutoModelForMaskedLM" in (check.attribute(config, "auto_map") or {})
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -437,9 +352,9 @@ def _probe(network: nn.Module, mask: int, layers: tuple[int, ...]) -> tuple[Tens
         raise
     except (IndexError, RuntimeError, ValueError, AssertionError) as error:
         raise ValueError(f"{name}: cannot read a sequence of three tokens: {error}") from error
-    if getattr(output, "logits", None) is None:
+    if check.attribute(output, "logits") is None:
         raise ValueError(f"{name}: gives no logits; load a model with a masked-LM head")
-    states = getattr(output, "hidden_states", None)
+    states = check.attribute(output, "hidden_states")
     if not states:
         raise ValueError(
             f"{name}: gives no hidden_states when asked for output_hidden_states=True; an estimator has nothing to "
@@ -453,36 +368,3 @@ def _probe(network: nn.Module, mask: int, layers: tuple[int, ...]) -> tuple[Tens
                 f"{name}: {what} must be of every position, [1, 3, ...] for three tokens, got {check.describe(field)}"
             )
     return output.logits, states
-
-
-_TEXT = ("bos", "eos", "cls", "sep", "unk", "mask")
-"""Roles of special tokens with a meaning: one that is the pad token as well may be text."""
-
-
-def _tokens_of(source: Any, roles: Iterable[str]) -> list[int]:
-    """The tokens that a tokenizer or a configuration has for roles; some have several for one."""
-    found = [getattr(source, f"{role}_token_id", None) for role in roles]
-    tokens = [token for entry in found for token in (entry if isinstance(entry, list) else [entry])]
-    return [token for token in tokens if token is not None]
-
-
-def _is_text(pad: int | None, tokenizer: Any, config: Any) -> bool:
-    """Whether the pad token has another meaning too.
-
-    One of the configuration's, of which some have a number that nobody chose, may also be any word of the tokenizer.
-    """
-    if getattr(tokenizer, "pad_token_id", None) is not None:
-        return pad in _tokens_of(tokenizer, _TEXT)
-    if tokenizer is None:
-        return pad in _tokens_of(config, _TEXT)
-    names = getattr(tokenizer, "get_vocab", None)
-    return pad in (range(len(tokenizer)) if names is None else names().values())
-
-
-def _special_tokens(tokenizer: Any, config: Any, vocabulary: int) -> list[int]:
-    """Tokens that are no text: special ones, and rows of the head that stand for no token at all."""
-    if tokenizer is not None:
-        found = {*tokenizer.all_special_ids, *nameless(tokenizer, vocabulary)}
-    else:
-        found = set(_tokens_of(config, ("pad", "bos", "eos", "cls", "sep")))
-    return [token for token in found if 0 <= token < vocabulary]  # -1 is no pad token

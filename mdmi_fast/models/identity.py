@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
+
 
 def describe_model(model: object) -> dict[str, Any]:
     """What tells one model from another: its class, its plain attributes, and a hash of all its weights.
@@ -52,7 +54,7 @@ def check_loaded(owner: str, model: object) -> None:
 
 def layer_of(model: object) -> Any:
     """The layers of the hidden state, for models that offer a choice; None for others."""
-    layers = getattr(model, "layers", None)
+    layers = check.attribute(model, "layers")
     return list(layers) if isinstance(layers, (tuple, list)) else layers
 
 
@@ -117,7 +119,7 @@ def _attributes(holder: object) -> dict[str, Any]:
     if isinstance(holder, (list, tuple)):
         return {str(number): value for number, value in enumerate(holder)}
     slots = [name for kind in type(holder).__mro__ for name in _slots(kind) if hasattr(holder, name)]
-    return {**{name: getattr(holder, name) for name in slots}, **getattr(holder, "__dict__", {})}
+    return {**{name: getattr(holder, name) for name in slots}, **(check.attribute(holder, "__dict__") or {})}
 
 
 def _slots(kind: type) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import torch
 from typing_extensions import Unpack
 
+from mdmi_fast import _moved
 from mdmi_fast.models.base import MaskedModel
 
 
@@ -108,6 +109,7 @@ def _read_options(query: str, loader: Callable[..., Any], kind: str) -> dict[str
     found = {}
     for part in query.split("&"):
         key, equals, text = part.partition("=")
+        key = _moved.argument(loader, key)
         if not equals or key not in known:
             takes = f"takes {', '.join(known)}" if known else "takes none"
             raise ValueError(f"{kind}: options are KEY=VALUE and {kind} {takes}; got {part!r}")
@@ -134,7 +136,7 @@ def _read_value(text: str, hint: Any) -> Any:
     """Raises ValueError with what was expected."""
     kinds = get_args(hint) or (hint,)
     if torch.dtype in kinds:
-        dtype = getattr(torch, text, None)
+        dtype = vars(torch).get(text)
         if not isinstance(dtype, torch.dtype):
             raise ValueError("a dtype of torch such as float32, bfloat16 or float16")
         return dtype

@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from mdmi_fast import checks as check
+from mdmi_fast._moved import renamed
 from mdmi_fast.models.base import MaskedOutput
 from mdmi_fast.models.call import check_flag, check_tokens, evaluating, token_list
 
@@ -34,7 +34,7 @@ class SequenceModel(nn.Module):
         pad_token_id: what padding is, or None. Without an attention mask every pad token counts as padding.
         pad_is_text: the pad token also has a meaning, such as the end of a text: then only an attention mask says what
             padding is.
-        never: tokens that are never decoded: their logit is -inf. The mask token always is one of them.
+        forbidden_tokens: tokens that are never decoded: their logit is -inf. The mask token always is one of them.
         max_length: most tokens of a sequence, None for no limit.
         batch_invariant: False runs a batch at once, padded on the right: faster for small networks and on GPUs, but
             an answer then depends on the batch by some 1e-5 of logits. Where a network's answer depends on the padding
@@ -45,6 +45,7 @@ class SequenceModel(nn.Module):
         ValueError: for numbers out of range.
     """
 
+    @renamed(never="forbidden_tokens")
     def __init__(
         self,
         *,
@@ -53,7 +54,7 @@ class SequenceModel(nn.Module):
         mask_token_id: int,
         pad_token_id: int | None = None,
         pad_is_text: bool = False,
-        never: Iterable[int] = (),
+        forbidden_tokens: Iterable[int] = (),
         max_length: int | None = None,
         batch_invariant: bool = True,
     ) -> None:
@@ -67,17 +68,23 @@ class SequenceModel(nn.Module):
         # No plain attributes: those tell models apart (`identity`), and labels of either way are of one model.
         self._batch_invariant = check_flag(name, "batch_invariant", batch_invariant)
         self._pad_is_text = check_flag(name, "pad_is_text", pad_is_text)
-        unwanted = set(token_list(name, "never", never, vocab_size))
+        unwanted = set(token_list(name, "forbidden_tokens", forbidden_tokens, vocab_size))
         unwanted |= {mask_token_id} if mask_token_id < vocab_size else set()
+        # Under the name that is part of the fingerprints in saved estimators and labels.
         self.never: Tensor
         self.register_buffer("never", torch.tensor(sorted(unwanted), dtype=torch.int64, device="cpu"), persistent=False)
+
+    @property
+    def forbidden_tokens(self) -> Tensor:
+        """[K] int64, the tokens whose logit is -inf."""
+        return self.never
 
     @property
     def batch_invariant(self) -> bool:
         return self._batch_invariant
 
     def permitting(self, tokens: Iterable[int]) -> Self:
-        """The same model, of the same network, that may write some of the tokens in `never`.
+        """The same model, of the same network, that may write some of the `forbidden_tokens`.
 
         Raises:
             ValueError: for the mask token, and for what is no token.
@@ -126,7 +133,7 @@ class SequenceModel(nn.Module):
 
         def answer(part: Tensor, visible: Tensor | None) -> tuple[Tensor, Tensor]:
             logits, hidden = self.run(part, visible)
-            return logits.index_fill(-1, self.never, -torch.inf), hidden
+            return logits.index_fill(-1, self.forbidden_tokens, -torch.inf), hidden
 
         return MaskedOutput(*self._put_together(answer, tokens, attention_mask))
 
@@ -240,10 +247,3 @@ def check_layers(owner: str, layers: int | Sequence[int]) -> tuple[int, ...]:
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise TypeError(f"{owner}: layers must be a number or several, got {check.describe(layer)}")
     return chosen
-
-
-def nameless(tokenizer: Any, vocab_size: int) -> set[int]:
-    """The numbers below `vocab_size` that stand for no token of a tokenizer, whose numbers may have gaps."""
-    names = getattr(tokenizer, "get_vocab", None)
-    known = range(len(tokenizer)) if names is None else names().values()
-    return set(range(vocab_size)).difference(known)

@@ -1,9 +1,11 @@
 """The operators: entropies, divergences, pair scores and selections, on the fastest backend that can run each call."""
 
+from mdmi_fast import _moved
 from mdmi_fast._threads import get_num_threads, set_num_threads
 from mdmi_fast.ops._dispatch import BACKENDS, backends
 from mdmi_fast.ops._pairs import PreparedPairwise
 from mdmi_fast.ops._selections import Selection
+from mdmi_fast.ops.dense import mlp
 from mdmi_fast.ops.kl import (
     MixtureStats,
     expected_entropy,
@@ -12,8 +14,7 @@ from mdmi_fast.ops.kl import (
     mixture_entropy,
     mixture_stats,
 )
-from mdmi_fast.ops.launches import StepShape, tune, warmup
-from mdmi_fast.ops.mlp import mlp
+from mdmi_fast.ops.launches import StepShape, tune_kernels, warmup
 from mdmi_fast.ops.pairwise import (
     pairwise_mlp,
     pairwise_mlp_band,
@@ -57,6 +58,8 @@ __all__ = [
     "select_threshold",
     "set_num_threads",
     "token_stats",
-    "tune",
+    "tune_kernels",
     "warmup",
 ]
+
+__getattr__ = _moved.names_of(__name__)

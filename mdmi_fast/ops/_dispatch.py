@@ -25,7 +25,7 @@ BACKENDS = ("triton", "cpp", "torch")
 OPS = {
     "stats": ("entropy", "token_stats", "linear_token_stats"),
     "kl": ("kl_divergence", "expected_entropy", "expected_kl", "mixture_entropy", "mixture_stats"),
-    "mlp": ("mlp",),
+    "dense": ("mlp",),
     "pairwise": ("pairwise_mlp", "pairwise_mlp_rows", "pairwise_mlp_band"),
     "select": ("select_budget", "select_budget_band", "select_threshold", "color", "score_and_select"),
 }

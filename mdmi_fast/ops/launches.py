@@ -17,7 +17,7 @@ from mdmi_fast.ops.stats import token_stats
 
 
 @contextmanager
-def tune(*, cache: str | Path) -> Iterator[None]:
+def tune_kernels(*, cache: str | Path) -> Iterator[None]:
     """Measures how to cut the pair kernels for this card and the networks used inside the block, and remembers it.
 
     Calls inside are slow the first time a network is met: its candidates are compiled and timed. What was found is used for the rest of

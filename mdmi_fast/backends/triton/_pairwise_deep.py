@@ -17,7 +17,7 @@ from mdmi_fast.backends.calls import PairNetwork
 from mdmi_fast.backends.triton import _common
 from mdmi_fast.backends.triton._common import dot
 from mdmi_fast.backends.triton._pairwise_network import Network
-from mdmi_fast.backends.triton.mlp import Finish, dense
+from mdmi_fast.backends.triton.dense import Finish, dense
 
 SCRATCH = 1 << 25
 """Activations, of all layers together, that are held at a time; 64 MiB of them in half precision."""

@@ -1,6 +1,6 @@
 """The tile of a pair launch: what was measured on this card, else what `tiles` says.
 
-Nothing is measured in normal use; inside `mdmi_fast.tune` the candidates of a kind of launch are, once.
+Nothing is measured in normal use; inside `mdmi_fast.tune_kernels` the candidates of a kind of launch are, once.
 """
 
 import json
@@ -118,9 +118,11 @@ class Tuner:
             OSError: the file cannot be read.
             ValueError: it holds something else.
         """
-        rows = read_json(path, "not the choices of `tune`")
+        rows = read_json(path, "not the choices of `tune_kernels`")
         if not isinstance(rows, dict) or not all(_is_tile(row) for row in rows.values()):
-            raise ValueError(f"{path}: not the choices of `tune`: expected an object of lists of six numbers >= 1")
+            raise ValueError(
+                f"{path}: not the choices of `tune_kernels`: expected an object of lists of six numbers >= 1"
+            )
         for key, (*sizes, warps, stages) in rows.items():
             self.found[key] = PairTile(*sizes, Tile(warps, stages))
 

@@ -109,7 +109,7 @@ class SudokuModel(nn.Module):
     mask_token_id = MASK_TOKEN
     vocab_size = VOCABULARY
     hidden_size = HIDDEN_WIDTH
-    never = (MASK_TOKEN,)
+    forbidden_tokens = (MASK_TOKEN,)
     """Tokens whose logit always is -inf: so decoding can skip it."""
     interchangeable_tokens = range(1, VOCABULARY)
     """Relabelling the digits relabels the answer: labelling then probes one of those not yet on the board for all."""

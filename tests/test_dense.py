@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mdmi_fast import ops, reference
-from mdmi_fast.ops.mlp import _mlp
+from mdmi_fast.ops.dense import _mlp
 
 pytestmark = pytest.mark.arithmetic
 

@@ -54,7 +54,7 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *, backe
 
 @registered("mlp")
 def _mlp(x: Tensor, weights: list[Tensor], biases: list[Tensor], backend: str | None) -> Tensor:
-    return run("mlp", "mlp", backend, [x, *weights, *biases])(x, weights, biases)  # type: ignore[no-any-return]
+    return run("dense", "mlp", backend, [x, *weights, *biases])(x, weights, biases)  # type: ignore[no-any-return]
 
 
 @_mlp.register_fake

@@ -1,4 +1,4 @@
-#include "drivers/mlp.hpp"
+#include "drivers/dense.hpp"
 
 #include <algorithm>
 #include <vector>
