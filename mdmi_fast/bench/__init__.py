@@ -2,7 +2,7 @@
 
 A stem is a module of this package with `workloads(quick)`, what is timed way against way, and, where there is more to
 say, `others(quick)`, what needs another process or counts something else than time. `mdmi-fast bench` runs them;
-benchmarks/bench_STEM.py gives the same workloads to pytest-benchmark.
+benchmarks/test_speed.py gives the same workloads to pytest-benchmark.
 """
 
 STEMS = ("pairwise_mlp", "stats", "kl", "select", "score_and_select", "training", "decoding_step", "labels")

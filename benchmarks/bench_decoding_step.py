@@ -1,7 +1,0 @@
-from mdmi_fast.bench.decoding_step import workloads
-
-__all__ = ["test_speed", "workloads"]
-
-
-def test_speed(benchmark, way):
-    benchmark(way)

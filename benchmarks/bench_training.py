@@ -1,7 +1,0 @@
-from mdmi_fast.bench.training import workloads
-
-__all__ = ["test_speed", "workloads"]
-
-
-def test_speed(benchmark, way):
-    benchmark(way)
