@@ -179,7 +179,7 @@ def test_pytest_runs_the_benchmarks() -> None:
         "select and N and 64 and entropy_weight and numpy and not score",
         "--benchmark-max-time=0.1",
     ]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert "4 passed" in done.stdout
