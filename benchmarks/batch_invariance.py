@@ -10,7 +10,6 @@ calls transformers once a batch, padded on the right.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import load_model
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding import TopK, decode
-from mdmi_fast.files import replace_file
 
 PAD_COLUMNS = 9
 
@@ -111,10 +110,7 @@ def main() -> None:
                 }
             )
             print(rows[-1], flush=True)
-    with replace_file(options.out) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(options.out, rows[0], rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ information from the shipped estimator or probed from the model. Redis runs besi
 
 from __future__ import annotations
 
-import csv
 import shutil
 import statistics
 import subprocess
@@ -18,9 +17,9 @@ from pathlib import Path
 import torch
 
 from mdmi_fast import MIBudget, Probing, load_estimator, load_model, ops
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.cache import Cache, CachedPolicy, DiskStore, MemoryStore, RedisStore
 from mdmi_fast.decoding.policies import Step
-from mdmi_fast.files import replace_file
 from mdmi_fast.tasks.sudoku.states import decoding_states
 
 RESULTS = Path(__file__).parent / "results" / "cache.csv"
@@ -69,10 +68,7 @@ def main() -> None:
     print(f"{'MI':<11}{'store':<9}{'compute us':>12}{'hit us':>9}  hit rate from which it pays")
     for row in rows:
         print(f"{row[0]:<11}{row[1]:<9}{row[2]:>12}{row[3]:>9}  {row[4]}")
-    with replace_file(RESULTS) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["mi", "store", "compute_us_per_sequence", "hit_us_per_sequence", "break_even_hit_rate"])
-        writer.writerows(rows)
+    write_table(RESULTS, ["mi", "store", "compute_us_per_sequence", "hit_us_per_sequence", "break_even_hit_rate"], rows)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Without --chains and --estimator the antibody model is left out.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import platform
 import statistics
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import Selection, TokenStats, decode, load_estimator, load_model, set_num_threads
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding import MISource, Policy, parse_policy
 from mdmi_fast.decoding.calibrate import YARDSTICK, Measured, Quality, Target, Tried, choose, pseudo_likelihood
 from mdmi_fast.decoding.randomness import draw_seeds
@@ -263,10 +263,7 @@ def clock(options: argparse.Namespace) -> None:
                 f"policy {times['policy_percent']}%",
                 flush=True,
             )
-        with replace_file(RESULTS) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_table(RESULTS, rows[0], rows)
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ Writes benchmarks/results/exact_frontier.csv and .png.
 
 from __future__ import annotations
 
-import csv
 import itertools
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +29,7 @@ from mdmi_fast import (
     TopK,
     ops,
 )
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding import Policy
 from mdmi_fast.files import replace_file
 from mdmi_fast.models.exact import JointTable
@@ -213,10 +213,11 @@ def main() -> None:
         print(
             f"{row[0]:<8}{row[1]:<30}{row[2]:>6g}{row[3]:>8.3f} passes{row[4]:>9.4f} TV{row[5]:>9.4f} KL{row[6]:>9.4f} MI"
         )
-    with replace_file(RESULTS / "exact_frontier.csv") as temporary, temporary.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows([*row[:2], *(f"{round(value, 9) + 0.0:g}" for value in row[2:])] for row in rows)
+    write_table(
+        RESULTS / "exact_frontier.csv",
+        COLUMNS,
+        ([*row[:2], *(f"{round(value, 9) + 0.0:g}" for value in row[2:])] for row in rows),
+    )
     draw_picture(rows, RESULTS / "exact_frontier.png")
 
 

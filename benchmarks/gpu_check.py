@@ -11,7 +11,6 @@ them run PyTorch's ways, a copy and a matrix product of the same card, so that e
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
 import re
@@ -29,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mdmi_fast import ops, reference
-from mdmi_fast.files import replace_file
+from mdmi_fast.bench.report import write_table
 
 Network = tuple[list[Tensor], list[Tensor], Tensor, Tensor]
 Run = Callable[[], Any]
@@ -392,10 +391,7 @@ def main() -> None:
     ratios(report)
     print(f"\n{time.perf_counter() - begin:.0f} s on {card}")
     path = options.output / f"gpu_{re.sub(r'[^A-Za-z0-9]+', '_', card)}.csv"
-    with replace_file(path) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, report.rows[0])
-        writer.writeheader()
-        writer.writerows(report.rows)
+    write_table(path, report.rows[0], report.rows)
     print(path)
 
 

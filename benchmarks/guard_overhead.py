@@ -6,15 +6,14 @@ the watched policy, so that the passes are the same: what a sequential control c
 
 from __future__ import annotations
 
-import csv
 import time
 from pathlib import Path
 
 import torch
 
 from mdmi_fast import MIBudget, decode, load_estimator, load_model
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding import Policy
-from mdmi_fast.files import replace_file
 from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
 from mdmi_fast.watch import Traced
 from mdmi_fast.watch.guard import Guard, Thresholds
@@ -56,10 +55,7 @@ def main() -> None:
         extra = [mine - base for mine, base in zip(taken, seconds["plain"], strict=True)]
         rows.append((name, f"{1e6 * sum(taken) / passes:.0f}", f"{1e6 * sum(extra) / passes:.1f}"))
         print(f"{name:<30}{rows[-1][1]:>8} us a pass of up to {BOARDS} boards, {rows[-1][2]:>8} us more than plain")
-    with replace_file(RESULTS) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["policy", "us_per_pass", "us_more_than_plain"])
-        writer.writerows(rows)
+    write_table(RESULTS, ["policy", "us_per_pass", "us_more_than_plain"], rows)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ are compared with the next pass; runs draw from these reveals, and broken estima
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import statistics
 from collections.abc import Callable, Iterator
@@ -21,9 +20,9 @@ import numpy as np
 import torch
 
 from mdmi_fast import EntropyBound, Sequential, decode, load_estimator, load_model
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding.policies import Step
 from mdmi_fast.estimator.scorer import PairScorer
-from mdmi_fast.files import replace_file
 from mdmi_fast.ops import Selection, TokenStats
 from mdmi_fast.watch.audit import MovementBlock, Reveal
 from mdmi_fast.watch.evidence import Evidence
@@ -187,10 +186,9 @@ def main() -> None:
         for found in part(runs):
             rows.append(found)
             print("  ".join(str(value) for value in found), flush=True)
-    with replace_file(RESULTS) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["signal", "situation", "unit", "runs", "observed", "alarms", "median_delay", "p95_delay"])
-        writer.writerows(rows)
+    write_table(
+        RESULTS, ["signal", "situation", "unit", "runs", "observed", "alarms", "median_delay", "p95_delay"], rows
+    )
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import sys
 from pathlib import Path
 
 import torch
 
+from mdmi_fast.files import open_output
 from mdmi_fast.labels import LabelledState, stream_labels
 from mdmi_fast.labels.store import INDEX_FILE
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--values", type=int, required=True, help="V of 1 + M V: tokens that may stand at a position")
-    parser.add_argument("--out", type=Path, help="a CSV file")
+    parser.add_argument("--out", type=Path, default=Path("/dev/stdout"), help="a CSV file")
     options = parser.parse_args()
     states = [state for state in stream_labels(options.folder) if len(state.positions) >= 2]
     lines = []
@@ -55,8 +55,7 @@ def main() -> None:
         if part:
             lines.append(row(part, f"{low:.0%} to {high:.0%}", options.values))
     lines.append(row(states, "all", options.values))
-    file = options.out.open("w", newline="") if options.out else sys.stdout
-    with file:
+    with open_output(options.out) as file:
         writer = csv.DictWriter(file, lines[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)

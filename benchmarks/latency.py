@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import platform
 import time
 from pathlib import Path
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from mdmi_fast import EntropyBound, MIBudget, PairwiseMIEstimator, decode, set_num_threads
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding import Policy
-from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedOutput
 
 RESULTS = Path(__file__).parent / "results"
@@ -115,24 +114,23 @@ def main() -> None:
                 f"N {length:>4}  {name:<32} step p50 {figures[0]:8.2f} p99 {figures[1]:8.2f} ms, model {figures[2]:8.2f}, "
                 f"rest p50 {figures[4]:7.3f} p99 {figures[5]:7.3f} ms"
             )
-    with replace_file(RESULTS / "latency.csv") as temporary, temporary.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(
-            [
-                "n",
-                "policy",
-                "steps",
-                "step_p50_ms",
-                "step_p99_ms",
-                "model_p50_ms",
-                "model_p99_ms",
-                "rest_p50_ms",
-                "rest_p99_ms",
-                "rest_share_percent",
-                "machine",
-            ]
-        )
-        writer.writerows(rows)
+    write_table(
+        RESULTS / "latency.csv",
+        [
+            "n",
+            "policy",
+            "steps",
+            "step_p50_ms",
+            "step_p99_ms",
+            "model_p50_ms",
+            "model_p99_ms",
+            "rest_p50_ms",
+            "rest_p99_ms",
+            "rest_share_percent",
+            "machine",
+        ],
+        rows,
+    )
 
 
 if __name__ == "__main__":

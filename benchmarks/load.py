@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 from mdmi_fast import decode, load_estimator, load_model
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding import parse_policy
-from mdmi_fast.files import replace_file
 from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
 
 ROOT = Path(__file__).parent.parent
@@ -223,11 +223,8 @@ def main() -> int:
     rows = []
     if RESULTS.exists():
         rows = [old for old in list(csv.reader(RESULTS.open()))[1:] if old[:2] != [name, str(options.workers)]]
-    with replace_file(RESULTS) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        columns = ["run", "workers", "rate_per_s", "seconds", "requests", "per_minute", "p50_ms", "p95_ms", "p99_ms"]
-        writer.writerow([*columns, "longest_ms", "errors"])
-        writer.writerows([*rows, row])
+    columns = ["run", "workers", "rate_per_s", "seconds", "requests", "per_minute", "p50_ms", "p95_ms", "p99_ms"]
+    write_table(RESULTS, [*columns, "longest_ms", "errors"], [*rows, row])
     return 1 if errors else 0
 
 

@@ -6,7 +6,6 @@ itself is not part of the figures. Memory is the peak of the process over what i
 
 from __future__ import annotations
 
-import csv
 import multiprocessing
 import resource
 import time
@@ -15,8 +14,8 @@ from pathlib import Path
 import torch
 
 from mdmi_fast import MIBudget, PairwiseMIEstimator, ops, set_num_threads
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.estimator import Windowed
-from mdmi_fast.files import replace_file
 
 RESULTS = Path(__file__).parent / "results" / "long_sequences.csv"
 N, WINDOW, WIDTH, VOCABULARY = 20_000, 64, 256, 33
@@ -57,21 +56,18 @@ def main() -> None:
         name = "/".join(map(str, layers))
         print(f"{name:<12}{weight:>15g}{gamma:>8g}{seconds:>9.2f}{selection:>13.3f}{memory:>7.0f}{taken:>7}")
         rows.append((name, weight, gamma, N, WINDOW, f"{seconds:.3f}", f"{selection:.4f}", f"{memory:.0f}", taken))
-    with replace_file(RESULTS) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        columns = [
-            "layers",
-            "entropy_weight",
-            "gamma",
-            "n",
-            "window",
-            "step_seconds",
-            "selection_seconds",
-            "peak_mb",
-            "taken",
-        ]
-        writer.writerow(columns)
-        writer.writerows(rows)
+    columns = [
+        "layers",
+        "entropy_weight",
+        "gamma",
+        "n",
+        "window",
+        "step_seconds",
+        "selection_seconds",
+        "peak_mb",
+        "taken",
+    ]
+    write_table(RESULTS, columns, rows)
 
 
 if __name__ == "__main__":

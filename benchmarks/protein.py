@@ -14,7 +14,6 @@ are CPU time of one thread: others may use the machine.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 import time
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 
 from mdmi_fast import load_estimator, load_model
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding import EntropyBound, MIBudget, Policy, Probing, Random, Sequential, Shuffled, TopK, decode
 from mdmi_fast.estimator import PairScorer
 from mdmi_fast.files import replace_file
@@ -181,10 +181,7 @@ def _columns(name: str, estimate: Estimate) -> dict[str, float]:
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    with replace_file(path) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(path, rows[0], rows)
 
 
 def _samples(work: Path, task: Task, chains: list[Chain]) -> dict[str, dict[str, list[Any]]]:

@@ -6,14 +6,13 @@ python benchmarks/protein_map.py --chains chains.fasta --count 5 --out benchmark
 from __future__ import annotations
 
 import argparse
-import csv
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mdmi_fast import label_mi, load_model
-from mdmi_fast.files import replace_file
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.tasks.protein.chains import read_fasta
 from mdmi_fast.tasks.protein.states import prompts, split
 from mdmi_fast.tasks.protein.structure import enrichment, known_pairs, rank_share
@@ -45,10 +44,7 @@ def main() -> None:
                 }
             )
             print(rows[-1], flush=True)
-        with replace_file(options.out) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_table(options.out, rows[0], rows)
 
 
 if __name__ == "__main__":

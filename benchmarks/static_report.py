@@ -11,7 +11,6 @@ leaves, before waiting for memory and barriers. Run it at idle priority: it take
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from benchmarks import kernel_cases, offline
 from mdmi_fast.backends.triton._common import Tile
 from mdmi_fast.backends.triton.tiles import PairTile
 from mdmi_fast.backends.triton.tuner import tuner
-from mdmi_fast.files import replace_file
+from mdmi_fast.bench.report import write_table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -139,10 +138,7 @@ def main() -> None:
         table.append(row)
         short = {k: v for k, v in row.items() if v != "" and k not in ("triton", "mix")}
         print("  ".join(f"{k} {v}" for k, v in short.items()), flush=True)
-        with replace_file(output) as temporary, temporary.open("w", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            writer.writeheader()
-            writer.writerows(table)
+        write_table(output, row, table)
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ prediction from the entropies alone, min(H_i, H_j), which says how far openness 
 
 from __future__ import annotations
 
-import csv
 import statistics
 from pathlib import Path
 
 import torch
 
 from mdmi_fast import load_estimator, load_model
-from mdmi_fast.files import replace_file
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.maps import MIMap, mi_map, roc_area
 from mdmi_fast.tasks.sudoku.boards import rule_matrix
 from mdmi_fast.tasks.sudoku.states import decoding_states
@@ -51,10 +50,7 @@ def main() -> None:
     print(f"{'MI':<16}{'blank cells':<14}{'boards':>7}{'area':>9}{'sd':>9}")
     for name, kind_text, count, mean, sd in rows:
         print(f"{name:<16}{kind_text:<14}{count:>7}{mean:>9}{sd:>9}")
-    with replace_file(RESULTS) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["mi", "blank_cells", "boards", "roc_area", "sd"])
-        writer.writerows(rows)
+    write_table(RESULTS, ["mi", "blank_cells", "boards", "roc_area", "sd"], rows)
 
 
 if __name__ == "__main__":

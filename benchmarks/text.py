@@ -11,7 +11,6 @@ one is taken window by window. Seconds are CPU time.
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from mdmi_fast import load_estimator, load_model
+from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding import (
     Coloring,
     Confidence,
@@ -32,7 +32,6 @@ from mdmi_fast.decoding import (
     TopK,
     decode,
 )
-from mdmi_fast.files import replace_file
 from mdmi_fast.tasks.likelihood import mean_estimate, surprise
 from mdmi_fast.tasks.text.__main__ import HELD_OUT
 from mdmi_fast.tasks.text.corpus import prompts, windows
@@ -89,10 +88,7 @@ def main() -> None:
         original = surprise(model, texts, places)
         found.append(_row(task, "original text", 0.0, 0.0, original, original - one_by_one, texts[0]))
         rows += sorted(found, key=lambda row: row["passes"])
-    with replace_file(options.out) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(options.out, rows[0], rows)
 
 
 def _row(

@@ -56,4 +56,7 @@ def main(folder=None):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except OSError as error:  # no such folder, or no model in it
+        sys.exit(str(error))

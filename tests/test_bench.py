@@ -211,3 +211,13 @@ def test_threads_are_as_before_afterwards() -> None:
     with threads(2):
         assert (torch.get_num_threads(), mdmi_fast.get_num_threads()) == (2, 2)
     assert torch.get_num_threads() == before
+
+
+def test_a_table_is_written_by_column_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    report.write_table(path, ["a", "b"], [{"b": 2, "a": 1}, {"b": 3}, (4, 5)])
+    assert path.read_text() == "a,b\n1,2\n,3\n4,5\n"
+    for row in ({"c": 1}, (1,), (1, 2, 3)):
+        with pytest.raises(ValueError, match=r"write_table: rows must fit the columns \['a', 'b'\], got"):
+            report.write_table(path, ["a", "b"], [row])
+    assert path.read_text() == "a,b\n1,2\n,3\n4,5\n"

@@ -137,3 +137,17 @@ def test_threads_follow_torch_until_they_are_set(monkeypatch) -> None:
         mdmi_fast.set_num_threads(0)
     with pytest.raises(TypeError, match="set_num_threads: n must be an int, got float"):
         mdmi_fast.set_num_threads(2.0)
+
+
+def test_what_is_no_device_and_no_shape_to_warm_up_for_is_named() -> None:
+    with pytest.raises(ValueError, match="backends: device must be one such as 'cpu' or 'cuda', got 'bogus'"):
+        ops.backends("bogus")
+    with pytest.raises(TypeError, match="warmup: shapes must hold StepShape, got"):
+        ops.warmup([(10, 20)], device="cpu")  # type: ignore[list-item]
+    for sizes, message in (
+        ({"vocabulary": 0}, "vocabulary must be at least 1, got 0"),
+        ({"layers": ()}, "layers must be a tuple of one width or more"),
+        ({"layers": (8, 0)}, "layers must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=f"StepShape: {message}"):
+            ops.StepShape(**{"vocabulary": 5, "positions": 4, **sizes})  # type: ignore[arg-type]

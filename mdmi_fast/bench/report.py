@@ -64,16 +64,41 @@ def write_csv(stem: str, figures: Sequence[Figure], where: Mapping[str, Any], fo
         where: machine, versions, date and command, repeated in every row.
         folder: made if it does not exist.
     """
+
+    def cells(f: Figure) -> list[Any]:
+        compare, target = ("", "") if f.target is None else (f.compare, f"{f.target:g}")
+        words = [stem, f.case, f.measure, _cell(f.value), f.unit, compare, target, f.verdict]
+        return [*words, _cell(f.ours), _cell(f.other), f.note, *where.values()]
+
     path = folder / f"{stem}.csv"
+    columns = ["stem", "case", "measure", "value", "unit", "compare", "target", "verdict"]
+    write_table(path, [*columns, "ours_seconds", "other_seconds", "remark", *where], map(cells, figures))
+    return path
+
+
+def write_table(path: Path, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
+    """A CSV file, whole or untouched.
+
+    Args:
+        path: of the file.
+        columns: the first line.
+        rows: a value for every column; or mappings by column, where what is missing stays empty.
+
+    Raises:
+        ValueError: for a row of another length, or with a key that is no column.
+    """
+    columns = [*columns]
+
+    def cells(row: Iterable[Any]) -> list[Any]:
+        found = [row.get(column, "") for column in columns] if isinstance(row, Mapping) else [*row]
+        if len(found) != len(columns) or (isinstance(row, Mapping) and not row.keys() <= {*columns}):
+            raise ValueError(f"write_table: rows must fit the columns {columns}, got {row}")
+        return found
+
     with replace_file(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        columns = ["stem", "case", "measure", "value", "unit", "compare", "target", "verdict"]
-        writer.writerow([*columns, "ours_seconds", "other_seconds", "remark", *where])
-        for f in figures:
-            compare, target = ("", "") if f.target is None else (f.compare, f"{f.target:g}")
-            words = [stem, f.case, f.measure, _cell(f.value), f.unit, compare, target, f.verdict]
-            writer.writerow([*words, _cell(f.ours), _cell(f.other), f.note, *where.values()])
-    return path
+        writer.writerow(columns)
+        writer.writerows(map(cells, rows))
 
 
 def _cell(number: float) -> str:

@@ -72,7 +72,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        return FAILED  # whoever read the output has gone
+        return FAILED  # the reader closed the pipe
     except UsageError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return USAGE

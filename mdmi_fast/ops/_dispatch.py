@@ -156,6 +156,9 @@ def backends(device: str | torch.device = "cpu") -> dict[str, dict[str, list[str
     Args:
         device: of the tensors the ops would be called with.
 
+    Raises:
+        ValueError: for what is no device.
+
     Example:
         >>> from mdmi_fast import ops
         >>> ops.backends("cpu")["entropy"]["torch"]
@@ -163,5 +166,8 @@ def backends(device: str | torch.device = "cpu") -> dict[str, dict[str, list[str
         >>> ops.backends("cpu")["entropy"]["triton"]
         ['runs on cuda tensors, got cpu']
     """
-    kind = torch.device(device).type
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError):
+        raise ValueError(f"backends: device must be one such as 'cpu' or 'cuda', got {device!r}") from None
     return {op: {name: _missing(name, stem, op, kind) for name in BACKENDS} for stem, ops in OPS.items() for op in ops}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mdmi_fast import checks as check
 from mdmi_fast.ops.pairwise import pairwise_mlp, prepare_pairwise
 from mdmi_fast.ops.select import score_and_select, select_budget, select_threshold
 from mdmi_fast.ops.stats import token_stats
@@ -48,7 +49,12 @@ def tune_kernels(*, cache: str | Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StepShape:
-    """A decoding step to compile for: what a model, an estimator and a policy hand to the ops."""
+    """A decoding step to compile for: what a model, an estimator and a policy hand to the ops.
+
+    Raises:
+        TypeError: for sizes that are no integers.
+        ValueError: for sizes below 1, or no layer at all.
+    """
 
     vocabulary: int
     positions: int
@@ -61,6 +67,16 @@ class StepShape:
     symmetry: str = "mean"
     activation: str = "identity"
     order: str = "entropy"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, tuple) or not self.layers:
+            raise ValueError(f"StepShape: layers must be a tuple of one width or more, got {self.layers!r}")
+        for name, size in (
+            ("vocabulary", self.vocabulary),
+            ("positions", self.positions),
+            *(("layers", width) for width in self.layers),
+        ):
+            check.whole("StepShape", name, size, 1)
 
 
 def warmup(shapes: Sequence[StepShape], *, device: str | torch.device = "cuda", backend: str | None = None) -> None:
@@ -75,9 +91,12 @@ def warmup(shapes: Sequence[StepShape], *, device: str | torch.device = "cuda", 
         backend: "triton" or None.
 
     Raises:
+        TypeError: shapes hold something else.
         UnsupportedError: the backend named cannot run such a step.
     """
     for shape in shapes:
+        if not isinstance(shape, StepShape):
+            raise TypeError(f"warmup: shapes must hold StepShape, got {check.describe(shape)}")
         n, (h1, *rest) = shape.positions, shape.layers
         made: dict[str, Any] = {"dtype": shape.dtype, "device": device}
         stats = token_stats(torch.zeros(1, n, shape.vocabulary, **made), backend=backend)
