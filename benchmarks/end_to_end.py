@@ -29,7 +29,8 @@ from torch import Tensor
 from mdmi_fast import Selection, TokenStats, decode, load_estimator, load_model, set_num_threads
 from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding import MISource, Policy, parse_policy
-from mdmi_fast.decoding.calibrate import YARDSTICK, Measured, Quality, Target, Tried, choose, pseudo_likelihood
+from mdmi_fast.decoding.calibrate import YARDSTICK, Measured, Quality, Target, Tried, choose
+from mdmi_fast.decoding.quality import pseudo_likelihood
 from mdmi_fast.decoding.randomness import draw_seeds
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel, MaskedOutput, RestrictedModel
@@ -110,7 +111,13 @@ def antibodies(chains: Path, estimator: Path) -> Case:
     def data(found: Any, count: int) -> Data:
         tokens = model.tokenizer.encode(prompts("complete", found, count, seed=1))
         visible = tokens != model.pad_token_id
-        return Data(tokens, visible, pseudo_likelihood(model, attention_mask=visible, positions=4))
+
+        def quality(decoded: Tensor, asked: Tensor, rows: Tensor) -> Tensor:
+            draw = torch.Generator().manual_seed(0)
+            shown = visible[rows]
+            return pseudo_likelihood(model, decoded, asked, attention_mask=shown, positions=4, generator=draw)
+
+        return Data(tokens, visible, quality)
 
     return Case(model, load_estimator(str(estimator)), 1.0, ANTIBODY, data(for_states, 32), data(judged, 64), 8)
 

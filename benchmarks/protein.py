@@ -28,7 +28,8 @@ from mdmi_fast.bench.report import write_table
 from mdmi_fast.decoding import EntropyBound, MIBudget, Policy, Probing, Random, Sequential, Shuffled, TopK, decode
 from mdmi_fast.estimator import PairScorer
 from mdmi_fast.files import replace_file
-from mdmi_fast.tasks.likelihood import Estimate, mean_estimate, surprise
+from mdmi_fast.statistics import Interval, mean_interval
+from mdmi_fast.tasks.likelihood import surprise
 from mdmi_fast.tasks.protein.chains import Chain, read_fasta
 from mdmi_fast.tasks.protein.scores import Reference, diversity
 from mdmi_fast.tasks.protein.states import TASKS, Task, prompts, split
@@ -152,7 +153,7 @@ def _row(task: str, name: str, sampled: dict[str, Any], values: Any, real: Refer
         "cpu_seconds_per_chain": round(float(np.mean(sampled["seconds"])), 3),
         "judged": len(values),
     }
-    row |= _columns("antiberty_nats", mean_estimate(values) if len(values) else _UNJUDGED)
+    row |= _columns("antiberty_nats", mean_interval(values) if len(values) else _UNJUDGED)
     for prefix, reference in (("real", real), ("own", own)):
         for key, estimate in reference.compare(chains)._asdict().items():
             row |= _columns(f"{prefix}_{key}", estimate)
@@ -165,17 +166,17 @@ def _difference(
     """`first` minus `second`, of the prompts that both answered."""
     count, judged = min(len(first["chains"]), len(second["chains"])), min(len(values), len(other_values))
     row: dict[str, Any] = {"chains": count, "judged": judged}
-    row |= _columns("antiberty_nats", mean_estimate(values[:judged] - other_values[:judged]) if judged else _UNJUDGED)
+    row |= _columns("antiberty_nats", mean_interval(values[:judged] - other_values[:judged]) if judged else _UNJUDGED)
     found = real.compare(first["chains"][:count], minus=second["chains"][:count])
     for key, estimate in found._asdict().items():
         row |= _columns(f"real_{key}", estimate)
     return row
 
 
-_UNJUDGED = Estimate(math.nan, math.nan, math.nan)
+_UNJUDGED = Interval(math.nan, math.nan, math.nan)
 
 
-def _columns(name: str, estimate: Estimate) -> dict[str, float]:
+def _columns(name: str, estimate: Interval) -> dict[str, float]:
     names = (name, f"{name}_low", f"{name}_high")
     return {key: round(value, 5) for key, value in zip(names, estimate, strict=True)}
 

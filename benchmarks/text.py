@@ -32,7 +32,8 @@ from mdmi_fast.decoding import (
     TopK,
     decode,
 )
-from mdmi_fast.tasks.likelihood import mean_estimate, surprise
+from mdmi_fast.statistics import mean_interval
+from mdmi_fast.tasks.likelihood import surprise
 from mdmi_fast.tasks.text.__main__ import HELD_OUT
 from mdmi_fast.tasks.text.corpus import prompts, windows
 
@@ -101,7 +102,7 @@ def _row(
         "passes": round(passes, 2),
         "cpu_seconds_per_window": round(seconds, 4),
     }
-    for key, estimate in (("nats", mean_estimate(values)), ("minus_sequential", mean_estimate(differences))):
+    for key, estimate in (("nats", mean_interval(values)), ("minus_sequential", mean_interval(differences))):
         row |= {
             f"{key}_per_letter": round(estimate.value, 4),
             f"{key}_low": round(estimate.low, 4),

@@ -18,6 +18,8 @@ MODULES = {
     "mdmi_fast.decode.cache": "mdmi_fast.cache",
     "mdmi_fast.decode.evidence": "mdmi_fast.watch.evidence",
     "mdmi_fast.decode.guard": "mdmi_fast.watch.guard",
+    "mdmi_fast.decode.policies.base": "mdmi_fast.decoding.policies",
+    "mdmi_fast.decode.policies.mutual_information": "mdmi_fast.decoding.policies",
     "mdmi_fast.decode.tune": "mdmi_fast.decoding.calibrate",
     "mdmi_fast.eager": "mdmi_fast.backends.torch",
     "mdmi_fast.estimator.network": "mdmi_fast.estimator",
@@ -35,6 +37,7 @@ MODULES = {
 
 NAMES = {
     "mdmi_fast": {"tune": "tune_kernels"},
+    "mdmi_fast.decoding": {"Within": "TimeLimited"},
     "mdmi_fast.ops": {"tune": "tune_kernels"},
 }
 """Package -> old public name -> new name."""
@@ -92,6 +95,47 @@ def argument(function: Callable[..., Any], name: str) -> str:
     if new != name:
         _warn(f"{function.__qualname__}: {name}", new, 2)
     return new
+
+
+_Made = TypeVar("_Made", bound=type)
+_OldFields = dict[str, tuple[str, Callable[[Any], Any]]]
+_FIELDS: dict[type, _OldFields] = {}
+"""Of dataclasses: old name of a field -> its new name and what makes the new value of an old one."""
+
+
+def renamed_fields(**old: tuple[str, Callable[[Any], Any]]) -> Callable[[_Made], _Made]:
+    """Let a dataclass be made with fields by their old names: `@renamed_fields(old=("new", convert))`."""
+
+    def wrap(made: _Made) -> _Made:
+        init = vars(made)["__init__"]
+
+        @functools.wraps(init)
+        def call(self: Any, *args: Any, **kwargs: Any) -> None:
+            for name in [name for name in kwargs if name in old]:
+                new = old[name][0]
+                if new in kwargs:
+                    raise TypeError(f"{made.__name__}: {name} is the old name of {new}; give one of them")
+                kwargs.update([field(made, name, kwargs.pop(name), stacklevel=3)])
+            init(self, *args, **kwargs)
+
+        type.__setattr__(made, "__init__", call)
+        _FIELDS[made] = old
+        return made
+
+    return wrap
+
+
+def field(made: type, name: str, value: Any, *, stacklevel: int = 2) -> tuple[str, Any]:
+    """The name that a field has now, and its value."""
+    new, convert = _FIELDS.get(made, {}).get(name, (name, lambda value: value))
+    if new != name:
+        _warn(f"{made.__name__}: {name}", new, stacklevel)
+    return new, convert(value)
+
+
+def field_name(made: type, name: str) -> str:
+    """The name that a field has now."""
+    return _FIELDS.get(made, {}).get(name, (name,))[0]
 
 
 def new_name(old: str) -> str | None:

@@ -273,8 +273,8 @@ def test_policies_take_whole_numbers_of_any_size_that_tensors_count() -> None:
     for policy in (
         TopK(2**63 - 1),
         Random(2**62),
-        MIBudget(given, 9, limit=2**63 - 1, lazy=2**62, most=2**63 - 1),
-        MIThreshold(given, 10**300, limit=2**63 - 1, most=2**62),
+        MIBudget(given, 9, limit=2**63 - 1, mi_min_masked=2**62, mi_max_masked=2**63 - 1),
+        MIThreshold(given, 10**300, limit=2**63 - 1, mi_max_masked=2**62),
         EntropyBound(10**300),
         ConfidenceBudget(2**70),
         ConfidenceFactor(2**70),
@@ -284,7 +284,7 @@ def test_policies_take_whole_numbers_of_any_size_that_tensors_count() -> None:
     for make in (TopK, Random):
         with pytest.raises(ValueError, match=f"^{make.__name__}: k must be at most"):
             make(2**63)
-    for name in ("limit", "lazy", "most"):
+    for name in ("limit", "mi_min_masked", "mi_max_masked"):
         with pytest.raises(ValueError, match=f"^MIBudget: {name} must be at most"):
             MIBudget(given, 1.0, **{name: 2**63})
 

@@ -320,7 +320,7 @@ def test_what_does_not_depend_on_the_context_alone_is_refused() -> None:
     for source in (Shuffled(Probing()), lambda hidden, mask: hidden):
         with pytest.raises(TypeError, match="cannot tell by its settings"):
             CachedMI(source, model, cache)
-    with pytest.raises(ValueError, match="step must be a Step with tokens, got a bare number"):
+    with pytest.raises(ValueError, match="step must be a Step with tokens, got one without or a bare number"):
         CachedMI(Probing(), model, cache)(torch.zeros(1, 4, 1), STATES[:1] == 3, 0)
 
 

@@ -122,7 +122,7 @@ def test_every_command_has_help(run: Run, command: str) -> None:
 
 
 def test_help_names_the_policies_and_forms_that_exist() -> None:
-    forms = [line.split()[0] for line in _options.POLICY_FORMS.splitlines()[1:] if not line.startswith("   ")]
+    forms = [line.split()[0] for line in _options.policies_text().splitlines()[1:] if not line.startswith("   ")]
     assert forms == policy_forms()
     assert _options.FORM_NAMES == FORMS
 

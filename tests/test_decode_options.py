@@ -120,7 +120,7 @@ POLICIES: dict[str, Policy] = {
     "stability": Stability(0.1, 0.5),
     "attention": AttentionGraph(0.4),
     "budget": MIBudget(scorer(), 1.5),
-    "lazy": MIBudget(scorer(), 1.5, lazy=3),
+    "lazy": MIBudget(scorer(), 1.5, mi_min_masked=4),
     "probing": MIBudget(Probing(), 0.05, entropy_weight=0.0),
     "shuffled": MIThreshold(Shuffled(scorer()), 0.3),
     "coloring": Coloring(scorer(), 0.3, replan=2),
@@ -479,7 +479,9 @@ def test_numbers_larger_than_there_is_of_anything_mean_all_of_it(size: int) -> N
     size = min(size, 2**63 - 1)  # what a policy counts lies in tensors
     assert found(TopK(size)) == found(TopK(4))
     assert found(Random(size)) == found(Random(4))
-    assert found(MIBudget(Probing(), 0.1, lazy=size, most=size)) == found(MIBudget(Probing(), 0.1, lazy=4))
+    assert found(MIBudget(Probing(), 0.1, mi_min_masked=size, mi_max_masked=size)) == found(
+        MIBudget(Probing(), 0.1, mi_min_masked=5)
+    )
     assert found(Coloring(Probing(), 0.1, replan=size)) == found(Coloring(Probing(), 0.1))
 
 
@@ -651,7 +653,7 @@ def test_tracing_changes_no_choice_and_costs_nothing_when_off() -> None:
             return torch.full((*mask.shape, mask.shape[1]), 0.3)
 
     tokens = torch.full((1, 5), MASK)
-    policy = MIBudget(Counting(), 2.5, lam=0.5, lazy=4)
+    policy = MIBudget(Counting(), 2.5, lam=0.5, mi_min_masked=5)
     plain = decode(Chains(), tokens, policy)
     assert len(asked) == 1  # only while five are masked
     traced = decode(Chains(), tokens, policy, trace=True)

@@ -208,7 +208,7 @@ POLICIES = [
     Stability(0.5, 0.5),
     MIBudget(Probing(), 0.4, entropy_weight=0.0),
     MIBudget(ESTIMATOR, Schedule(2.0, 1.0), order="cheapest"),
-    MIBudget(ESTIMATOR, 1.0, lazy=2, most=3),
+    MIBudget(ESTIMATOR, 1.0, mi_min_masked=3, mi_max_masked=3),
     MIThreshold(Shuffled(Probing("kl")), 0.2),
     Coloring(Probing("entropy"), 0.1),
 ]

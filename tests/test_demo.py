@@ -8,6 +8,7 @@ import torch
 
 from mdmi_fast.cli import main
 from mdmi_fast.estimator import load_estimator
+from mdmi_fast.statistics import paired_bootstrap, wilson
 from mdmi_fast.tasks.sudoku import demo
 from mdmi_fast.tasks.sudoku.model import load_model
 from mdmi_fast.tasks.sudoku.pictures import family
@@ -15,21 +16,21 @@ from mdmi_fast.tasks.sudoku.pictures import family
 
 def test_wilson_interval_by_hand() -> None:
     # 8 of 10, z = 1.96: (0.8 + 0.192) / 1.384 +- 1.96 / 1.384 * sqrt(0.016 + 0.0096)
-    low, high = demo.wilson(8, 10)
+    low, high = wilson(8, 10)
     assert (low, high) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
     for trials in range(1, 40):  # 0 and 1 never fall out of their own interval
-        assert demo.wilson(0, trials)[0] == 0.0
-        assert demo.wilson(trials, trials)[1] == 1.0
+        assert wilson(0, trials)[0] == 0.0
+        assert wilson(trials, trials)[1] == 1.0
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        demo.wilson(0, 0)
+        wilson(0, 0)
 
 
 def test_bootstrap_pairs_the_boards() -> None:
     ours = torch.tensor([True] * 50 + [False] * 50)
-    assert demo.paired_bootstrap(ours, ours) == (0.0, 0.0, 0.0)
+    assert paired_bootstrap(ours, ours) == (0.0, 0.0, 0.0)
     theirs = ours.clone()
     theirs[:10] = False
-    mean, low, high = demo.paired_bootstrap(ours, theirs)
+    mean, low, high = paired_bootstrap(ours, theirs)
     # ten differences of 1 among 100: binomial, standard error .03
     assert mean == pytest.approx(0.1)
     assert 0.03 < low < 0.06

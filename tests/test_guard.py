@@ -539,7 +539,7 @@ def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="movement_share must not be NaN"):
         Guard(TopK(2), movement_share=math.nan)
     guard = Guard(TopK(2))
-    with pytest.raises(ValueError, match="step must be a Step with seeds, got a bare number"):
+    with pytest.raises(ValueError, match="step must be a Step with seeds, got one without or a bare number"):
         guard.select(None, None, torch.ones(1, 2, dtype=torch.bool), 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="quality must be from 0 to 1, got 7"):
         guard.finish(torch.tensor([1]), quality=[7])

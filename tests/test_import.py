@@ -116,11 +116,11 @@ def test_modules_that_moved_are_found_by_their_old_names_with_a_warning() -> Non
             from mdmi_fast.decode.policies.base import Rule
             from mdmi_fast.native import pairwise
             from mdmi_fast.monitor.metrics import Collector
-        import mdmi_fast, mdmi_fast.decoding.loop, mdmi_fast.watch.guard, mdmi_fast.decoding.policies.base
+        import mdmi_fast, mdmi_fast.decoding.loop, mdmi_fast.watch.guard, mdmi_fast.decoding.policies.rule
         print({str(w.message).split()[0] for w in said} >= {"mdmi_fast.decode", "mdmi_fast.decode.guard", "mdmi_fast.native"})
         print(all(w.category is DeprecationWarning for w in said))
         print(mdmi_fast.decode.loop is mdmi_fast.decoding.loop, Guard is mdmi_fast.watch.guard.Guard)
-        print(Rule is mdmi_fast.decoding.policies.base.Rule, mdmi_fast.TopK is TopK)
+        print(Rule is mdmi_fast.decoding.policies.rule.Rule, mdmi_fast.TopK is TopK)
         print(mdmi_fast.decoding.loop.__spec__.name, pairwise.__name__)
         model = mdmi_fast.load_model("sudoku")
         import torch

@@ -68,7 +68,7 @@ CALLERS: dict[str, Callable[[Any], Any]] = {
     "Trajectory": lambda model: Trajectory()(model, torch.ones_like(TOKENS), [0]),
     "audit_position": audit,
     "guard": lambda model: pseudo_likelihood(model, torch.ones_like(TOKENS), TOKENS == MASK),
-    "tune": lambda model: calibrate.pseudo_likelihood(model)(torch.ones_like(TOKENS), TOKENS == MASK, torch.arange(1)),
+    "tune": lambda model: calibrate.log_likelihood(model)(torch.ones_like(TOKENS), TOKENS == MASK, torch.arange(1)),
     "surprise": lambda model: surprise(model, ["ABCD"], [range(4)]),
 }
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -35,7 +36,7 @@ from mdmi_fast.decoding import (
     Shuffled,
     Stability,
     Step,
-    Within,
+    TimeLimited,
 )
 from mdmi_fast.decoding.randomness import draw_seeds, uniform
 from mdmi_fast.models.exact import JointTable
@@ -255,11 +256,11 @@ def every_policy(mi: Any) -> list[Policy]:
         ConfidenceBudget(Schedule(0.4, 0.1)),
         EntropyBound(0.4),
         MIBudget(mi, 0.5),
-        MIBudget(mi, Schedule(1.0, 0.1), lazy=3),
+        MIBudget(mi, Schedule(1.0, 0.1), mi_min_masked=4),
         MIBudget(mi, 0.1, entropy_weight=0.0, order="cheapest"),
         MIBudget(Shuffled(mi), 0.5),
         MIThreshold(mi, 0.1),
-        MIThreshold(mi, Schedule(0.2, 0.1), lazy=3),
+        MIThreshold(mi, Schedule(0.2, 0.1), mi_min_masked=4),
     ]
 
 
@@ -351,9 +352,17 @@ def test_negative_and_undefined_settings_are_refused(make: Any, value: float) ->
         (lambda: MIBudget(Given(torch.zeros(0)), 1.0, lam=math.inf), ValueError, "lam must be finite"),
         (lambda: MIBudget(Given(torch.zeros(0)), 1.0, order="best"), ValueError, "order must be one of"),
         (lambda: MIThreshold(Given(torch.zeros(0)), 1.0, limit=0), ValueError, "limit must be at least 1"),
-        (lambda: MIBudget(Given(torch.zeros(0)), 1.0, lazy=-1), ValueError, "lazy must be at least 0"),
-        (lambda: MIThreshold(Given(torch.zeros(0)), 1.0, most=0), ValueError, "most must be at least 1"),
-        (lambda: Within(Given(torch.zeros(0)), -1.0), ValueError, "Within: seconds must be at least 0"),
+        (
+            lambda: MIBudget(Given(torch.zeros(0)), 1.0, mi_min_masked=-1),
+            ValueError,
+            "mi_min_masked must be at least 0",
+        ),
+        (
+            lambda: MIThreshold(Given(torch.zeros(0)), 1.0, mi_max_masked=0),
+            ValueError,
+            "mi_max_masked must be at least 1",
+        ),
+        (lambda: TimeLimited(Given(torch.zeros(0)), -1.0), ValueError, "TimeLimited: seconds must be at least 0"),
         (lambda: Coloring(Given(torch.zeros(0)), 1.0, replan=0), ValueError, "replan must be at least 1"),
         (lambda: AttentionGraph(1.0, limit=0), ValueError, "limit must be at least 1"),
         (lambda: Schedule(math.inf, 0.0), ValueError, "start must be a finite number"),
@@ -543,13 +552,13 @@ def test_memory_keeps_the_rows_of_those_that_stay() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda mi, **o: MIBudget(mi, 1.2, **o), lambda mi, **o: MIThreshold(mi, 0.3, **o)])
-@pytest.mark.parametrize(("lazy", "most"), [(4, None), (0, 5), (3, 5), (0, 1)])
-def test_lazy_rules_ask_about_some_lengths_only(numbers: Pass, make: Any, lazy: int, most: int | None) -> None:
+@pytest.mark.parametrize(("least", "most"), [(5, None), (0, 5), (4, 5), (1, 1)])
+def test_a_rule_may_ask_about_some_lengths_only(numbers: Pass, make: Any, least: int, most: int | None) -> None:
     source = Asked(numbers.mi)
-    selected, spent = numbers.select(make(source, lazy=lazy, most=most))
+    selected, spent = numbers.select(make(source, mi_min_masked=least, mi_max_masked=most))
     bound = torch.minimum(numbers.entropy.unsqueeze(-1), numbers.entropy.unsqueeze(-2))
     count = numbers.mask.sum(-1)
-    without = (count <= lazy) | (count > (LENGTH if most is None else most))
+    without = (count < least) | (count > (LENGTH if most is None else most))
     exact, bounded = numbers.select(make(Given(numbers.mi))), numbers.select(make(Given(bound)))
     for row in range(ROWS):
         expected = bounded if without[row] else exact
@@ -565,7 +574,7 @@ def test_a_source_is_asked_while_it_is_fast_enough(
     estimator = PairwiseMIEstimator(WIDTH, layers=(4,)).eval()
     clock = iter([0.0, 9.0, 10.0, 10.5, 20.0, 20.0])  # an answer of 9 s, of .5 s and of none
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    source = Within(estimator if scores else lambda hidden, mask: estimator(hidden, mask), 4.0)
+    source = TimeLimited(estimator if scores else lambda hidden, mask: estimator(hidden, mask), 4.0)
     bound = torch.minimum(numbers.entropy.unsqueeze(-1), numbers.entropy.unsqueeze(-2))
     asked, without = (numbers.select(MIBudget(mi, 1.0)) for mi in (estimator, Given(bound)))
     assert asked != without
@@ -574,7 +583,7 @@ def test_a_source_is_asked_while_it_is_fast_enough(
     # 9 s are expected, and each time a tenth less: after 8 passes it is tried again.
     assert [numbers.select(policy) == without for _ in range(9)] == [True] * 8 + [False]
     assert numbers.select(policy) == asked
-    with pytest.raises(ValueError, match="Within: step must be a Step with stats"):
+    with pytest.raises(ValueError, match="TimeLimited: step must be a Step with stats"):
         source(numbers.hidden, numbers.mask, 3)
 
 
@@ -599,7 +608,7 @@ def test_nobody_is_asked_where_the_budget_cannot_use_the_answer(numbers: Pass) -
 
 def test_notes_force_the_question(numbers: Pass) -> None:
     for policy in (
-        MIBudget(Given(numbers.mi), 0.0, lazy=99),
+        MIBudget(Given(numbers.mi), 0.0, mi_min_masked=100),
         MIThreshold(Given(numbers.mi), 1.0, limit=1),
         Coloring(Given(numbers.mi), 0.1),
     ):
@@ -755,11 +764,38 @@ def test_shuffling_deals_every_value_everywhere() -> None:
     assert (seen[torch.triu(torch.ones(4, 4), 1).bool()] - 100).abs().max() < 37
 
 
-def test_a_step_is_its_number() -> None:
+def test_a_policy_written_for_a_number_can_count_with_a_step() -> None:
     step = Step(5, seeds=torch.tensor([1]))
-    assert step == 5
-    assert isinstance(step, int)
     assert step.model is step.tokens is step.attention_mask is None
+    assert (step == 5, step != 5, step < 6, step <= 4, step > 4, step >= 6) == (True, False, True, False, True, False)
+    assert (step + 1, 1 + step, step - 1, 7 - step, 2 * step, step * 2) == (6, 6, 4, 2, 10, 10)
+    assert (step % 2, 7 % step, step // 2, 11 // step, step / 2, 10 / step, -step, step**2, 2**step) == (
+        *(1, 2, 2, 2, 2.5, 2.0, -5, 25, 32),
+    )
+    assert (int(step), float(step), f"{step:03d}", str(step), bool(step), bool(Step(0))) == (
+        *(5, 5.0, "005", "5", True, False),
+    )
+    assert ([*range(9)][step], {5: "five"}[step], step + Step(1), step == Step(5), hash(step)) == (
+        5,
+        "five",
+        6,
+        True,
+        5,
+    )  # type: ignore[index]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        step.index = 6  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Step(1.5)  # type: ignore[arg-type]
+
+
+def test_a_step_is_made_once_at_the_border() -> None:
+    step = Step(2, tokens=np.zeros((1, 3), dtype=np.int64))
+    assert isinstance(step.tokens, torch.Tensor)
+    assert Step.of(step) is step
+    assert (Step.of(3).index, Step.of(np.int64(4)).index) == (3, 4)
+    stats = ops.token_stats(torch.zeros(1, 3, 2))
+    assert step.with_stats(stats).stats is stats
+    assert step.with_stats(stats).with_stats(stats).tokens is step.tokens
 
 
 # --- random numbers

@@ -12,7 +12,8 @@ import torch
 
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.loading import find_for_model
-from mdmi_fast.tasks.likelihood import mean_estimate, surprise
+from mdmi_fast.statistics import mean_interval
+from mdmi_fast.tasks.likelihood import surprise
 from mdmi_fast.tasks.protein.chains import Chain, fetch_chains, read_fasta, translate, write_fasta
 from mdmi_fast.tasks.protein.letters import LetterTokenizer
 from mdmi_fast.tasks.protein.models import RESIDUES
@@ -247,7 +248,7 @@ def test_divergence_of_position_pairs_sees_what_marginals_do_not() -> None:
 
 def test_interval_of_a_mean_and_of_a_divergence_covers_the_value() -> None:
     values = np.array([1.0, 2.0, 3.0, 4.0])
-    estimate = mean_estimate(values)
+    estimate = mean_interval(values)
     assert estimate.value == 2.5
     assert estimate.high - estimate.value == pytest.approx(1.96 * values.std(ddof=1) / 2)
     found = Reference(random_chains(50)).compare(random_chains(50, seed=1))

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tools import policy_table
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
@@ -27,3 +29,8 @@ def test_example_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
         assert "://" in target or (ROOT / target).exists(), target
+
+
+def test_the_table_of_policies_is_what_their_classes_say() -> None:
+    readme = policy_table.README.read_text()
+    assert "\n".join(policy_table.table()) in readme, "run python -m tools.policy_table"

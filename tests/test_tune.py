@@ -23,11 +23,11 @@ from mdmi_fast.decoding.calibrate import (
     is_rule,
     log_likelihood,
     one_sided,
-    pseudo_likelihood,
     read_choice,
     save_choice,
     tune,
 )
+from mdmi_fast.decoding.quality import pseudo_likelihood
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
 
@@ -282,9 +282,7 @@ def test_a_loss_of_log_likelihood_is_in_nats_a_token() -> None:
     torn = JointTable(torch.eye(2, dtype=torch.float64))
     impossible = log_likelihood(torn)(torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool), torch.arange(1))
     assert float(impossible) == pytest.approx(math.log(2.0**-126))
-    assert (
-        float(pseudo_likelihood(torn)(torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool), torch.arange(1))) == 0
-    )
+    assert float(pseudo_likelihood(torn, torch.tensor([[0, 1]]), torch.ones(1, 2, dtype=torch.bool))) == 0
     assert model.vocab_size == 2
 
 
@@ -327,13 +325,13 @@ def test_pseudo_likelihood_is_the_probability_of_each_given_all_others() -> None
         return float(model(masked.unsqueeze(0)).logits[0, position, tokens[row, position]].exp())
 
     expected = [math.prod(given_others(0, i) for i in range(3)) ** (1 / 3), given_others(1, 1)]
-    found = pseudo_likelihood(model, batch_size=2)(tokens, asked, torch.arange(2))
+    found = pseudo_likelihood(model, tokens, asked, batch_size=2)
     assert found.tolist() == pytest.approx(expected)
-    one = pseudo_likelihood(model, positions=1)(tokens, asked, torch.arange(2))
+    one = pseudo_likelihood(model, tokens, asked, positions=1)
     assert min(abs(float(one[0]) - given_others(0, i)) for i in range(3)) < 1e-9
     visible = torch.tensor([[True, True, True], [True, True, False]])
     short = JointTable(weights.sum(2))
-    padded = pseudo_likelihood(model, attention_mask=visible)(tokens, asked, torch.arange(2))[1]
+    padded = pseudo_likelihood(model, tokens, asked, attention_mask=visible)[1]
     assert float(padded) == pytest.approx(float(short(torch.tensor([[1, MASK]])).logits[0, 1, 1].exp()))
 
 

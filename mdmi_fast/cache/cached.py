@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, SupportsIndex
 
 import numpy as np
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from mdmi_fast.cache.keys import Keys
 from mdmi_fast.cache.tiers import Cache
-from mdmi_fast.decoding.policies.base import checked_pass
-from mdmi_fast.decoding.policies.mutual_information import MIBudget, MISource, MIThreshold, Probing, pairwise_mi
+from mdmi_fast.decoding.policies.pairs import MIBudget, MIThreshold
+from mdmi_fast.decoding.policies.rule import checked_pass
+from mdmi_fast.decoding.policies.sources import MISource, Probing, needs_step, pairwise_mi
+from mdmi_fast.decoding.policies.step import Step
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import Selection, TokenStats
 
@@ -48,11 +50,11 @@ class CachedMI:
     def __repr__(self) -> str:
         return f"CachedMI({self.source!r})"
 
-    def __call__(self, hidden: Tensor, mask: Tensor, step: int) -> Tensor:
+    def __call__(self, hidden: Tensor, mask: Tensor, step: SupportsIndex) -> Tensor:
+        step = Step.of(step)
         n = mask.shape[1]
         mi = torch.zeros(len(mask), n, n, dtype=torch.float32, device="cpu")
-        reads_stats = getattr(self.source, "needs_step", False) and not isinstance(self.source, Probing)
-        stats = getattr(step, "stats", None) if reads_stats else None
+        stats = step.stats if needs_step(self.source) and not isinstance(self.source, Probing) else None
         keys, missing = self._keys(mask, step, hidden, stats), []
         positions = [row.nonzero().squeeze(-1) for row in mask.cpu()]
         for row, (key, at) in enumerate(zip(keys, positions, strict=True)):
@@ -95,9 +97,10 @@ class CachedPolicy:
     def __repr__(self) -> str:
         return f"CachedPolicy({self.policy!r})"
 
-    def select(self, stats: TokenStats, hidden: Any, mask: Any, step: int) -> Selection:
+    def select(self, stats: TokenStats, hidden: Any, mask: Any, step: SupportsIndex) -> Selection:
+        step = Step.of(step)
         stats, hidden, mask = checked_pass("CachedPolicy", stats, hidden, mask)
-        if getattr(step, "notes", None) is not None:  # reasons are asked for, and only computing gives them
+        if step.notes is not None:  # reasons are asked for, and only computing gives them
             return self.policy.select(stats, hidden, mask, step)
         n, width = mask.shape[1], -(-mask.shape[1] // 8)
         selected = torch.zeros(mask.shape, dtype=torch.bool, device="cpu")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mdmi_fast.decoding.policies.base import Step
-from mdmi_fast.decoding.policies.mutual_information import Shuffled
+from mdmi_fast import checks as check
+from mdmi_fast.decoding.policies.sources import Shuffled
+from mdmi_fast.decoding.policies.step import Step, required
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.call import forbidden_tokens_of
 from mdmi_fast.models.identity import describe_model, identity
@@ -24,14 +25,12 @@ class Keys:
         from mdmi_fast import __version__
 
         # Of a network whose logits are shifted or not, the weights are the same.
-        model_text = f"{identity(model)} {getattr(model, 'shift', None)}"
+        model_text = f"{identity(model)} {check.attribute(model, 'shift')}"
         self._what = f"{__version__} {kind} {model_text} {describe(settings)}"
         self._forbidden = forbidden_tokens_of("cache", model)
 
-    def __call__(self, mask: Tensor, step: int, hidden: Tensor | None, stats: TokenStats | None) -> list[str]:
-        tokens, visible = getattr(step, "tokens", None), getattr(step, "attention_mask", None)
-        if not isinstance(step, Step) or tokens is None:
-            raise ValueError("cache: step must be a Step with tokens, got a bare number")
+    def __call__(self, mask: Tensor, step: Step, hidden: Tensor | None, stats: TokenStats | None) -> list[str]:
+        tokens, visible = required("cache", "tokens", step.tokens), step.attention_mask
         if hidden is None:
             raise ValueError("cache: hidden must be [B, N, D], got None")
         # A processor and an accelerator, or two precisions, round differently.
@@ -60,8 +59,8 @@ def describe(value: object) -> str:
         TypeError: for an object that may answer differently from one that looks the same.
     """
     if isinstance(value, torch.nn.Module):
-        configuration: Any = getattr(value, "configuration", dict)()
-        return f"{type(value).__qualname__} {configuration} {describe_model(value)}"
+        configure: Any = check.attribute(value, "configuration") or dict
+        return f"{type(value).__qualname__} {configure()} {describe_model(value)}"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, Shuffled):  # which draws

@@ -23,31 +23,11 @@ if TYPE_CHECKING:
     from mdmi_fast.labels import Form
     from mdmi_fast.models import MaskedModel
 
-POLICY_FORMS = """\
-policies (SPEC):
-  sequential                   one position a pass, the one of lowest entropy
-  topk:K                       the K most confident positions
-  random:K                     K positions at random
-  confidence:THRESHOLD         every position of at least that probability
-  confidence-factor:FACTOR     the most, n of them, with (n + 1)(1 - lowest of them) < FACTOR
-  confidence-budget:EPSILON    the most positions with sum(1 - probability) <= EPSILON
-  entropy-bound:GAMMA          the most with sum(entropy) - max(entropy) <= GAMMA nats
-  stability:KL[,confidence=X]  at least that probability (0.9), moved by at most KL nats
-                               since the last pass
-  attention-graph:TAU[,limit=N]
-                               positions that attend to each other by less than TAU, for
-                               models of transformers
-  mi-budget:GAMMA[,lam=X][,entropy_weight=X][,order=entropy|cheapest][,limit=N][,lazy=N][,most=N]
-                               greedy: entropy_weight * entropy + lam * sum(MI to those
-                               chosen) within GAMMA nats; entropy_weight=0 for sampling
-  mi-threshold:TAU[,limit=N][,lazy=N][,most=N]
-                               positions that share less than TAU nats pairwise
-  coloring:TAU[,replan=N]      the same, planned ahead as groups, again after N passes
-"""
 POLICY_NOTES = """\
 or FILE.json, what `mdmi-fast tune` has chosen.
 EPSILON, GAMMA and the TAU of mi-threshold may be START..END: from all masked to none.
-lazy=N: with at most N masked, MI is not asked for; min(entropies) stands in for it. most=N: with more.
+Where fewer than mi_min_masked=N or more than mi_max_masked=N are masked, MI is not asked for; min(entropies)
+stands in for it.
 """
 MODEL_HELP = (
     "a model by name: sudoku, sapiens:heavy, hf:FOLDER ... (mdmi-fast models list); options may follow: "
@@ -166,6 +146,13 @@ def _chosen_spec(path: str) -> PolicySpec:
     return spec
 
 
+def policies_text() -> str:
+    """How every policy is written and what it unmasks."""
+    from mdmi_fast.decoding.policies.registry import policy_help
+
+    return f"policies (SPEC):\n{policy_help()}\n"
+
+
 def add_policy(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
     """--policy, and the list of policies below the options."""
     told = "which positions to unmask in a pass, see below"
@@ -178,7 +165,7 @@ def add_policy(parser: argparse.ArgumentParser, *, default: str | None = None) -
         help=told if default is None else f"{told} (default: %(default)s)",
     )
     parser.description = textwrap.fill(parser.description or "", 78)
-    parser.epilog = POLICY_FORMS + POLICY_NOTES
+    parser.epilog = policies_text() + POLICY_NOTES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
 
 

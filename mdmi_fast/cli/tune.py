@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from mdmi_fast.cli._errors import InputError, UsageError
 from mdmi_fast.cli._options import (
     DATA_HELP,
-    POLICY_FORMS,
     add_decoding,
     add_model,
     add_threads,
@@ -18,6 +17,7 @@ from mdmi_fast.cli._options import (
     kind_of,
     load_decoded,
     load_source,
+    policies_text,
     policy_spec,
     positive,
     writing_options,
@@ -61,7 +61,7 @@ def add(subparsers: Any) -> None:
         "time, print what each costs and loses, and save the best that meets the target.\n"
         "Settings follow the data: of each policy those on both sides of the target are\n"
         "looked for on a few sequences and measured on all.",
-        epilog=POLICY_FORMS,
+        epilog=policies_text(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)

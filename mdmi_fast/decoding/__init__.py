@@ -1,5 +1,6 @@
 """Decoding with a masked model: policies and the loop that runs them."""
 
+from mdmi_fast import _moved
 from mdmi_fast.decoding.arrays import as_tensor
 from mdmi_fast.decoding.loop import DecodeResult, decode
 from mdmi_fast.decoding.policies import (
@@ -22,10 +23,11 @@ from mdmi_fast.decoding.policies import (
     Shuffled,
     Stability,
     Step,
+    TimeLimited,
     TopK,
-    Within,
     needs_mi,
     parse_policy,
+    policy,
     policy_forms,
 )
 from mdmi_fast.decoding.sampling import sample
@@ -53,14 +55,17 @@ __all__ = [
     "Shuffled",
     "Stability",
     "Step",
+    "TimeLimited",
     "TopK",
-    "Within",
     "as_tensor",
     "decode",
     "needs_mi",
     "parse_policy",
+    "policy",
     "policy_forms",
     "receipt",
     "replay",
     "sample",
 ]
+
+__getattr__ = _moved.names_of(__name__)

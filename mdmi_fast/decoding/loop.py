@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mdmi_fast import checks as check
 from mdmi_fast.decoding.policies import Memory, Policy, Step
-from mdmi_fast.decoding.policies.base import checked_policy, checked_selection, take_lowest
+from mdmi_fast.decoding.policies.order import take_lowest
+from mdmi_fast.decoding.policies.rule import StatsReader, checked_policy, checked_selection
 from mdmi_fast.decoding.randomness import draw_seeds, places, uniform
 from mdmi_fast.decoding.sampling import log_probability, sample
 from mdmi_fast.decoding.trace import PassRecord, blocking
@@ -171,7 +172,9 @@ def decode(
         revised=torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device),
     )
     vocabulary = Vocabulary.of(model, asked, suppressed, allowed)
-    stats_will_do = temperature == 0 and vocabulary.is_free and getattr(policy, "reads_stats_only", False)
+    stats_will_do = (
+        temperature == 0 and vocabulary.is_free and isinstance(policy, StatsReader) and policy.reads_stats_only
+    )
     eyes = _Eyes(model, vocabulary, stats_will_do and hasattr(model, "token_stats"))
     draw = _Draw(temperature, top_k, top_p, gumbel)
     as_they_are = temperature == 1 and top_k is None and top_p == 1 and allowed is None and not suppressed
@@ -329,7 +332,7 @@ class _Eyes(NamedTuple):
                 f"decode: the model's logits at sequence {int(rows.sequence[row])}, position {position} give no "
                 "distribution (NaN, +inf, or -inf for every token that may be written)"
             )
-        return _Seen(logits, stats, output.hidden, getattr(output, "attention", None))
+        return _Seen(logits, stats, output.hidden, check.attribute(output, "attention"))
 
 
 class _Draw(NamedTuple):

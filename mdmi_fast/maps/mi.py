@@ -15,7 +15,7 @@ from torch import Tensor
 from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.decoding.policies import MISource, Step
-from mdmi_fast.decoding.policies.mutual_information import pairwise_mi
+from mdmi_fast.decoding.policies.sources import pairwise_mi
 from mdmi_fast.files import replace_file
 from mdmi_fast.labels import Form, label_mi, masked_pairs
 from mdmi_fast.models import MaskedModel

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from mdmi_fast.models.call import call_model
-
-Floats = NDArray[np.float64]
-
-
-class Estimate(NamedTuple):
-    """A value with a 95% interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, value: float, deviation: float) -> Estimate:
-        return cls(value, value - 1.96 * deviation, value + 1.96 * deviation)
+from mdmi_fast.statistics import Floats
 
 
 def surprise(
@@ -54,8 +40,3 @@ def surprise(
             total -= float(logp[judged, tokens[0, judged]].sum())
         found[number] = total / sum(map(len, parts))
     return found
-
-
-def mean_estimate(values: Floats) -> Estimate:
-    """A mean with its 95% interval."""
-    return Estimate.of(float(values.mean()), float(values.std(ddof=1)) / len(values) ** 0.5)

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops
-from mdmi_fast.decoding.policies.base import Step
-from mdmi_fast.decoding.policies.mutual_information import MISource, pairwise_mi
+from mdmi_fast.decoding.policies.sources import MISource, pairwise_mi
+from mdmi_fast.decoding.policies.step import Step
 from mdmi_fast.models.call import call_model
 from mdmi_fast.ops import TokenStats
 

@@ -19,19 +19,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
 from mdmi_fast.cache import describe
-from mdmi_fast.decoding.policies import Policy, Probing, Sequential, Step
-from mdmi_fast.decoding.policies.base import checked_pass, checked_policy, checked_selection
-from mdmi_fast.decoding.randomness import draw_seeds
+from mdmi_fast.decoding.policies import MISource, Policy, Probing, Sequential, Step
+from mdmi_fast.decoding.policies.rule import checked_pass, checked_policy, checked_selection
+from mdmi_fast.decoding.policies.sources import innermost
+from mdmi_fast.decoding.policies.step import required
+from mdmi_fast.decoding.quality import pseudo_likelihood as pseudo_likelihood  # a quality for `finish`
 from mdmi_fast.files import check_file, read_json, replace_file
-from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.call import call_model, visible_positions
 from mdmi_fast.ops import Selection, TokenStats
 from mdmi_fast.watch.audit import AuditBlock, MovementBlock, Reveal, audit_position
 from mdmi_fast.watch.evidence import Evidence
@@ -259,12 +259,11 @@ class Guard:
         """Of new sequences, how many the watched policy decodes."""
         return 0.0 if self.state.fallen_back else self.thresholds.stages[self.state.stage]
 
-    def select(self, stats: TokenStats, hidden: Any, mask: Any, step: int) -> Selection:
-        seeds = getattr(step, "seeds", None)
-        if seeds is None:
-            raise ValueError("Guard: step must be a Step with seeds, got a bare number")
+    def select(self, stats: TokenStats, hidden: Any, mask: Any, step: SupportsIndex) -> Selection:
+        step = Step.of(step)
+        seeds = required("Guard", "seeds", step.seeds)
         stats, hidden, mask = checked_pass("Guard", stats, hidden, mask)
-        step = Step.with_stats(step, stats)  # an audit asks sources that read the marginals too
+        step = step.with_stats(stats)  # an audit asks sources that read the marginals too
         self._see_movement(step)
         # A row without a masked position is another policy's, in a batch that several share, and on neither side.
         here = mask.any(dim=-1).tolist()
@@ -387,7 +386,7 @@ class Guard:
             self._tighten("quality_alert")
 
     def _audit(self, hidden: Tensor, mask: Tensor, step: Step) -> None:
-        source = getattr(self.policy, "mi", None)
+        source = _source_of(self.policy)
         rows = (mask.sum(dim=-1) >= 2).nonzero().squeeze(-1).tolist()
         if source is None or step.model is None or not rows:
             return
@@ -419,10 +418,10 @@ class Guard:
 
     def _await_movement(self, hidden: Tensor, mask: Tensor, step: Step, selected: Tensor) -> None:
         """Keep one of the positions that are unmasked alone in their sequence for a look at the next pass."""
-        source = getattr(self.policy, "mi", None)
+        source = _source_of(self.policy)
         if source is None or not step.sampled or step.model is None or step.tokens is None or step.logits is None:
             return
-        if isinstance(getattr(source, "source", source), Probing):
+        if isinstance(innermost(source), Probing):
             return
         alone = (selected.sum(dim=-1) == 1) & (mask.sum(dim=-1) >= 3)  # two pairs at least: a slope needs them
         rows = alone.nonzero().squeeze(-1).tolist()
@@ -565,51 +564,17 @@ def read_state(path: Path) -> tuple[_State, float]:
     return state, share
 
 
-def pseudo_likelihood(
-    model: MaskedModel,
-    tokens: Tensor,
-    decoded: Tensor,
-    *,
-    attention_mask: Tensor | None = None,
-    positions: int = 8,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """How well each sequence fits the model itself: exp(mean log p(x_i | all others)), over a few decoded positions.
+@runtime_checkable
+class _PairPolicy(Protocol):
+    """A policy that asks a source of mutual information."""
 
-    A quality for `Guard.finish` where the task has no score of its own. One forward pass a position.
+    @property
+    def mi(self) -> MISource: ...
 
-    Args:
-        model: the masked model. One that ends sequences by stop tokens which it never writes by itself must permit them
-            here as well, `model.permitting(stop_tokens)`, or it holds them for impossible.
-        tokens: [B, N] int64, decoded.
-        decoded: [B, N] bool, the positions that were masked at first.
-        attention_mask: [B, N] bool, False at padding; None: as for `decode`, of these tokens.
-        positions: drawn in each sequence, with replacement.
-        generator: of the draw.
 
-    Returns:
-        [B] float64 from 0 to 1; 1 where nothing was decoded.
-    """
-    total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
-    some = decoded.any(dim=-1)
-    rows = some.nonzero().squeeze(-1)
-    if not len(rows):
-        return total.exp()
-    seeds = draw_seeds(positions, generator, tokens.device).tolist()
-    visible = visible_positions("pseudo_likelihood", model, tokens, attention_mask)
-    visible = None if visible is None else visible[rows]
-    for seed in seeds:
-        source = torch.Generator().manual_seed(seed)
-        luck = torch.rand(decoded.shape, generator=source, dtype=torch.float32, device="cpu").to(tokens.device)
-        at = luck.masked_fill(~decoded, -1.0).argmax(dim=-1)[rows]
-        states = tokens[rows].clone()
-        hidden_token = states.gather(1, at.unsqueeze(-1)).squeeze(-1)
-        states.scatter_(1, at.unsqueeze(-1), model.mask_token_id)
-        with torch.no_grad():
-            logits = call_model("pseudo_likelihood", model, states, visible).logits
-        chosen = logits[torch.arange(len(rows), device=tokens.device), at].double().log_softmax(dim=-1)
-        total[rows] += chosen.gather(1, hidden_token.unsqueeze(-1)).squeeze(-1)
-    return (total / positions).exp()
+def _source_of(policy: Policy) -> MISource | None:
+    """The source of mutual information that a policy asks; None where it asks none."""
+    return policy.mi if isinstance(policy, _PairPolicy) else None
 
 
 def _luck(seed: int) -> float:

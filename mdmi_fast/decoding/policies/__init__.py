@@ -1,6 +1,5 @@
 """Which positions to unmask together: every rule as an object with one method, `select`."""
 
-from mdmi_fast.decoding.policies.base import Memory, Policy, Rule, Schedule, Step
 from mdmi_fast.decoding.policies.baselines import (
     Confidence,
     ConfidenceBudget,
@@ -11,16 +10,13 @@ from mdmi_fast.decoding.policies.baselines import (
     TopK,
 )
 from mdmi_fast.decoding.policies.internals import AttentionGraph, Stability
-from mdmi_fast.decoding.policies.mutual_information import (
-    Coloring,
-    MIBudget,
-    MISource,
-    MIThreshold,
-    Probing,
-    Shuffled,
-    Within,
-)
-from mdmi_fast.decoding.policies.parse import needs_mi, parse_policy, policy_forms
+from mdmi_fast.decoding.policies.limits import Schedule
+from mdmi_fast.decoding.policies.pairs import Coloring, MIBudget, MIThreshold
+from mdmi_fast.decoding.policies.parse import needs_mi, parse_policy
+from mdmi_fast.decoding.policies.registry import policy, policy_forms
+from mdmi_fast.decoding.policies.rule import Policy, Rule
+from mdmi_fast.decoding.policies.sources import MISource, Probing, Shuffled, TimeLimited
+from mdmi_fast.decoding.policies.step import Memory, Step
 
 __all__ = [
     "AttentionGraph",
@@ -42,9 +38,10 @@ __all__ = [
     "Shuffled",
     "Stability",
     "Step",
+    "TimeLimited",
     "TopK",
-    "Within",
     "needs_mi",
     "parse_policy",
+    "policy",
     "policy_forms",
 ]

@@ -9,10 +9,22 @@ from torch import Tensor
 
 from mdmi_fast import checks as check
 from mdmi_fast import ops
-from mdmi_fast.decoding.policies.base import Memory, Rule, nothing_spent, take_lowest
+from mdmi_fast.decoding.policies.order import take_lowest
+from mdmi_fast.decoding.policies.registry import COUNT, NUMBER, above_diagonal, policy, threshold
+from mdmi_fast.decoding.policies.rule import Rule, nothing_spent
+from mdmi_fast.decoding.policies.step import Step, required
 from mdmi_fast.ops import Selection, TokenStats
 
 
+@policy(
+    "stability",
+    unmasks="positions whose distribution moved by at most kl nats since the last pass, of at least that confidence (0.9)",
+    value=("kl", NUMBER),
+    options={"confidence": NUMBER},
+    prices=lambda seen, options: seen.doubt[:0] if seen.kl is None else seen.kl,
+    along={"confidence": (lambda seen, options: seen.doubt, threshold)},
+    tried=("",),
+)
 @dataclass(frozen=True)
 class Stability(Rule):
     """Positions whose distribution has settled: KL(p_now || p_before) <= kl and max_v p(v) >= confidence, or the surest.
@@ -38,9 +50,9 @@ class Stability(Rule):
     def reads_stats_only(self) -> bool:
         return False
 
-    def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
-        logits: Tensor = self._of_step(step, "logits")
-        memory: Memory = self._of_step(step, "memory")
+    def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: Step) -> Selection:
+        logits = required("Stability", "logits", step.logits)
+        memory = required("Stability", "memory", step.memory)
         if logits.ndim != 3 or logits.shape[:2] != mask.shape:
             raise ValueError(
                 f"Stability: step.logits must be [B, N, V] with [B, N] = {tuple(mask.shape)}, got {check.describe(logits)}"
@@ -53,6 +65,13 @@ class Stability(Rule):
         return nothing_spent(sure | take_lowest(-stats.confidence, mask, 1))
 
 
+@policy(
+    "attention-graph",
+    unmasks="a set without attention of tau or more between its members, for models that show theirs",
+    value=("tau", NUMBER),
+    options={"limit": COUNT},
+    prices=lambda seen, options: None if seen.attention is None else above_diagonal(seen.attention),
+)
 @dataclass(frozen=True)
 class AttentionGraph(Rule):
     """A maximal set of positions with (a_ij + a_ji) / 2 < tau for every pair, most neighbours x confidence first.
@@ -81,8 +100,8 @@ class AttentionGraph(Rule):
     def reads_stats_only(self) -> bool:
         return False
 
-    def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: int) -> Selection:
-        attention: Tensor | None = getattr(step, "attention", None)
+    def _choose(self, stats: TokenStats, hidden: Tensor | None, mask: Tensor, step: Step) -> Selection:
+        attention = step.attention
         if attention is None:
             raise ValueError(
                 "AttentionGraph: step must be a Step with attention; models of transformers show theirs when loaded with "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mdmi_fast.tasks.likelihood import Estimate, Floats
+from mdmi_fast.statistics import Floats, Interval
 from mdmi_fast.tasks.protein.models import RESIDUES
 
 _FROM_START, _FROM_END, _PLACES = 100, 20, 32
@@ -20,9 +20,9 @@ _GROUP_OF = np.array([next(g for g, members in enumerate(_GROUPS) if residue in 
 class Divergences(NamedTuple):
     """Jensen-Shannon divergence (nats) of three statistics of chains."""
 
-    residue: Estimate
-    two_mer: Estimate
-    position_pair: Estimate
+    residue: Interval
+    two_mer: Interval
+    position_pair: Interval
 
 
 def jensen_shannon(p: Floats, q: Floats) -> Floats:
@@ -78,7 +78,7 @@ class Reference:
         even = np.full(count, 1 / count)
         draws = np.random.default_rng(seed).multinomial(count, even, size=resamples) / count
         deviation = np.std([value(weights) for weights in draws], axis=0)
-        return Divergences(*map(Estimate.of, value(even).tolist(), deviation.tolist()))
+        return Divergences(*map(Interval.of, value(even).tolist(), deviation.tolist()))
 
     def _features(self, chains: Sequence[str]) -> tuple[Floats, Floats, Floats]:
         """Per chain: residue shares [n, 20], 2-mer shares [n, 400], and one-hot groups of the places [n, P * 6]."""

@@ -6,13 +6,11 @@ benchmarks/sudoku_frontier.py, which sweeps them.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +31,7 @@ from mdmi_fast.decoding import (
 from mdmi_fast.estimator import PairScorer
 from mdmi_fast.labels import FORMS
 from mdmi_fast.models import MaskedModel
+from mdmi_fast.statistics import paired_bootstrap, wilson
 from mdmi_fast.tasks.sudoku.model import CELLS, MASK_TOKEN
 from mdmi_fast.tasks.sudoku.puzzles import is_valid_board, random_boards, random_clues, test_puzzles, validation_puzzles
 
@@ -78,27 +77,6 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """95% interval of a share (Wilson, 1927)."""
-    if trials < 1:
-        raise ValueError(f"wilson: trials must be at least 1, got {trials}")
-    z = 1.959964
-    share = successes / trials
-    centre = (share + z * z / (2 * trials)) / (1 + z * z / trials)
-    half = z / (1 + z * z / trials) * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
-    # 0 and 1 belong to their intervals, rounding notwithstanding.
-    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
-
-
-def paired_bootstrap(ours: Tensor, theirs: Tensor, *, draws: int = 2000, seed: int = 0) -> tuple[float, float, float]:
-    """Mean of ours - theirs [S] bool over the same boards, and its 95% interval by resampling boards."""
-    difference = ours.double().numpy() - theirs.double().numpy()
-    picks = np.random.default_rng(seed).integers(0, len(difference), (draws, len(difference)))
-    means = difference[picks].mean(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(difference.mean()), float(low), float(high)
 
 
 @dataclass(frozen=True)
