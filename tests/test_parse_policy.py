@@ -198,5 +198,8 @@ def test_old_names_of_options_are_read_with_a_warning() -> None:
         assert MIThreshold(no_mi, 1.0, most=9) == MIThreshold(no_mi, 1.0, mi_max_masked=9)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="most is the old name of mi_max_masked; give one of them"):
         MIThreshold(no_mi, 1.0, most=9, mi_max_masked=9)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="mi_min_masked is given twice"), pytest.warns(DeprecationWarning):
+    with (
+        pytest.raises(ValueError, match="mi_min_masked is given twice"),
+        pytest.warns(DeprecationWarning, match="lazy"),
+    ):
         parse_policy("mi-budget:1,lazy=4,mi_min_masked=5", no_mi)

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
+from mdmi_fast.decoding.options import Sampling, Writing
 from mdmi_fast.decoding.policies import Memory, Policy, Step
 from mdmi_fast.decoding.policies.order import take_lowest
 from mdmi_fast.decoding.policies.rule import StatsReader, checked_policy, checked_selection
-from mdmi_fast.decoding.randomness import draw_seeds, places, uniform
-from mdmi_fast.decoding.sampling import log_probability, sample
+from mdmi_fast.decoding.randomness import draw_seeds, uniform
+from mdmi_fast.decoding.rows import Active, Forward, PassOutput
+from mdmi_fast.decoding.sampling import log_probability
 from mdmi_fast.decoding.trace import PassRecord, blocking
 from mdmi_fast.decoding.vocabulary import Vocabulary, with_stops
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.call import (
-    call_model,
-    call_token_stats,
-    check_flag,
-    check_model,
-    check_tokens,
-    token_list,
-    visible_positions,
-)
-from mdmi_fast.ops import TokenStats
+from mdmi_fast.models.base import StatsModel
+from mdmi_fast.models.call import check_flag, check_model, check_tokens, visible_positions
+from mdmi_fast.ops import Selection
 
 
 class DecodeResult(NamedTuple):
@@ -130,19 +123,33 @@ def decode(
         >>> result.tokens.tolist(), result.passes.tolist()
         ([[0, 0], [1, 1]], [2, 1])
     """
+    sampling = Sampling(temperature, top_k, top_p, gumbel)
+    writing = Writing(suppressed, stop_tokens, block_size, verify, remask_below, revisions)
     check_model("decode", model)
     check_tokens("decode", tokens, attention_mask)
-    temperature, top_p, remask_below = _numbers(temperature, top_p, remask_below)
-    for name, count, least in (("top_k", top_k, 1), ("block_size", block_size, 1), ("revisions", revisions, 0)):
-        if count is not None:
-            check.whole("decode", name, count, least, math.inf)  # more than there is means all of it
-    for name, flag in (("gumbel", gumbel), ("verify", verify), ("trace", trace)):
-        check_flag("decode", name, flag)
-    stop_tokens = token_list("decode", "stop_tokens", stop_tokens, model.vocab_size)
-    suppressed = token_list("decode", "suppressed", suppressed, model.vocab_size)
+    check_flag("decode", "trace", trace)
+    writing = writing.fitted(model, tokens.shape[1])
     checked_policy("decode", policy)
     if progress is not None and not callable(progress):
         raise TypeError(f"decode: progress must be a function, got {check.describe(progress)}")
+    seeds = _seeds(tokens, generator, seeds)
+    model = with_stops(model, writing.stop_tokens, writing.suppressed)
+    attention_mask = visible_positions("decode", model, tokens, attention_mask)
+    asked = tokens == model.mask_token_id
+    if attention_mask is not None:
+        asked &= attention_mask
+    vocabulary = Vocabulary.of(model, asked, writing.suppressed, allowed)
+    start = Active.at_start(tokens, asked, attention_mask, seeds)
+    decoding = _Decoding(model, policy, sampling, writing, vocabulary, start, trace=trace)
+    while len(decoding.active.sequence):
+        finished = decoding.one_pass()
+        if progress is not None and finished:
+            progress(finished)
+    return DecodeResult(decoding.done, decoding.passes, decoding.records)
+
+
+def _seeds(tokens: Tensor, generator: torch.Generator | None, seeds: Tensor | None) -> Tensor:
+    """[B] int64: the seeds given, or from a generator."""
     for name, given, kind in (("generator", generator, torch.Generator), ("seeds", seeds, Tensor)):
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"decode: {name} must be a torch.{kind.__name__}, got {check.describe(given)}")
@@ -151,289 +158,165 @@ def decode(
     elif generator is not None or seeds.shape != tokens.shape[:1] or seeds.dtype != torch.int64:
         raise ValueError(f"decode: give either a generator or seeds [{len(tokens)}] int64")
     check.same_device("decode", tokens=tokens, seeds=seeds)
-    model = with_stops(model, stop_tokens, suppressed)
-    attention_mask = visible_positions("decode", model, tokens, attention_mask)
-    # More than there is of anything is all of it, and int32 holds it.
-    block_size = None if block_size is None else min(block_size, max(1, tokens.shape[1]))
-    revisions = min(revisions, torch.iinfo(torch.int32).max)
-    asked = tokens == model.mask_token_id
-    if attention_mask is not None:
-        asked &= attention_mask
-    rows = _Rows(
-        sequence=torch.arange(len(tokens), device=tokens.device),
-        tokens=tokens.clone(),
-        asked=asked,
-        masked=asked,
-        place=places(tokens, attention_mask).expand_as(tokens),
-        seeds=seeds,
-        visible=attention_mask,
-        passes=torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device),
-        confidence=torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device),
-        revised=torch.zeros(tokens.shape, dtype=torch.int32, device=tokens.device),
-    )
-    vocabulary = Vocabulary.of(model, asked, suppressed, allowed)
-    stats_will_do = (
-        temperature == 0 and vocabulary.is_free and isinstance(policy, StatsReader) and policy.reads_stats_only
-    )
-    eyes = _Eyes(model, vocabulary, stats_will_do and hasattr(model, "token_stats"))
-    draw = _Draw(temperature, top_k, top_p, gumbel)
-    as_they_are = temperature == 1 and top_k is None and top_p == 1 and allowed is None and not suppressed
-    stops = torch.tensor(stop_tokens, dtype=torch.int64, device=tokens.device)
+    return seeds
 
-    done, passes = tokens.clone(), torch.zeros_like(rows.passes)
-    revises = verify or remask_below > 0
-    records: list[PassRecord] | None = [] if trace else None
-    memory = Memory()
-    rows = rows.of(rows.masked.any(dim=-1))
-    index = 0
-    while len(rows.sequence):
-        mask = rows.masked if block_size is None else _first_block(rows, block_size)
-        logits, stats, hidden, attention = eyes.look(rows, rows.tokens, mask)
-        notes: dict[str, Tensor] | None = None if records is None else {}
-        step = Step(
-            index,
-            model=model,
-            tokens=rows.tokens,
-            logits=logits,
-            stats=stats,
-            sampled=as_they_are,
-            attention=attention,
-            seeds=rows.seeds,
-            sequences=rows.sequence,
-            count=len(tokens),
-            attention_mask=rows.visible,
-            memory=memory,
-            notes=notes,
-        )
-        selected, spent = policy.select(stats, hidden, mask, step)
-        selected = checked_selection(policy, selected, mask, step)
-        written = draw(eyes.vocabulary, logits, stats, selected, rows, index)
-        left = rows.masked & ~selected
-        rows = replace(rows, passes=rows.passes + 1)
 
-        remasked = final = ended = torch.zeros_like(mask)
-        if verify:
-            tested = selected & (rows.revised < revisions)
-            doubted = take_lowest(stats.confidence, tested, tested.sum(dim=-1) // 2)
-            rows = replace(rows, passes=rows.passes + doubted.any(dim=-1))
-            remasked = _lost_their_place(eyes, draw, rows, written, doubted, logits, index)
-        if len(stops):
-            decoded = rows.asked & ~left & ~remasked
-            final, filled = _up_to_the_stop(written, decoded, rows, stops, eyes.vocabulary)
+class _Decoding:
+    """A decode on its way, pass by pass.
+
+    Attributes:
+        active: the sequences that are not finished.
+        done: [B, N] int64, the finished ones.
+        passes: [B] int64, theirs.
+        records: one a pass, or None.
+    """
+
+    def __init__(
+        self,
+        model: MaskedModel,
+        policy: Policy,
+        sampling: Sampling,
+        writing: Writing,
+        vocabulary: Vocabulary,
+        start: Active,
+        *,
+        trace: bool,
+    ) -> None:
+        self.policy, self.sampling, self.writing = policy, sampling, writing
+        stats_will_do = sampling.temperature == 0 and vocabulary.is_free
+        stats_will_do &= isinstance(policy, StatsReader) and policy.reads_stats_only
+        self.forward = Forward(model, vocabulary, stats_will_do and isinstance(model, StatsModel))
+        self.as_it_is = sampling.is_plain and vocabulary.allowed is None and not writing.suppressed
+        self.memory, self.index, self.count = Memory(), 0, len(start.sequence)
+        self.done, self.passes = start.tokens.clone(), torch.zeros_like(start.passes)
+        self.records: list[PassRecord] | None = [] if trace else None
+        self.active = start.of(start.masked.any(dim=-1))
+
+    def one_pass(self) -> int:
+        """Run the model, let the policy choose, write; returns how many sequences that finished."""
+        active = self.active
+        mask = active.first_block(self.writing.block_size)
+        seen = self.forward(active, active.tokens, mask)
+        notes: dict[str, Tensor] | None = None if self.records is None else {}
+        step = self._step(seen, notes)
+        chosen = Selection(*self.policy.select(seen.stats, seen.hidden, mask, step))
+        selected = checked_selection(self.policy, chosen.selected, mask, step)
+        written, left = self._draw(seen, selected), active.masked & ~selected
+        active = replace(active, passes=active.passes + 1)
+        remasked = ended = final = torch.zeros_like(mask)
+        if self.writing.verify:
+            active, remasked = self._verify(active, seen, selected, written)
+        if self.writing.stop_tokens:
+            decoded = active.asked & ~left & ~remasked
+            final, filled = self._up_to_the_stop(written, decoded, active)
             ended = (left | (filled != written)) & final
             written, left, remasked = filled, left & ~final, remasked & ~final
-        if revises:
-            left = left | remasked
-            confidence = torch.where(selected, stats.confidence, rows.confidence)
-            unsure = rows.asked & ~final & (confidence < remask_below) & (rows.revised < revisions)
-            unsure &= ~left.any(dim=-1, keepdim=True)
-            remasked, left = remasked | unsure, left | unsure
-            written = written.masked_fill(remasked, model.mask_token_id)
-            rows = replace(rows, confidence=confidence, revised=rows.revised + remasked)
-
-        if records is not None:
-            entropy = stats.entropy.masked_fill(~mask, 0.0)
+        if self.writing.revises:
+            active, left, remasked = self._remask(active, seen, selected, left | remasked, remasked, final)
+            written = written.masked_fill(remasked, self.forward.model.mask_token_id)
+        if self.records is not None:
+            entropy = seen.stats.entropy.masked_fill(~mask, 0.0)
             blocker = blocking((notes or {}).get("mi"), selected, mask & ~selected)
-            records.append(
-                PassRecord(index, rows.sequence, selected, written, entropy, spent, blocker, remasked, ended)
-            )
-        rows = replace(rows, tokens=written, masked=left)
-        remaining = left.any(dim=-1)
-        if not bool(remaining.all()):
-            finished = rows.of(~remaining)
-            done[finished.sequence], passes[finished.sequence] = finished.tokens, finished.passes
-            if progress is not None:
-                progress(len(finished.sequence))
-            rows = rows.of(remaining)
-            memory.keep(remaining)
-        index += 1
-    return DecodeResult(done, passes, records)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The sequences still being decoded, every field with one row for each.
-
-    Attributes:
-        sequence: [R] int64, their numbers in the batch.
-        tokens: [R, N] int64.
-        asked: [R, N] bool, what was masked at the start.
-        masked: [R, N] bool, what is masked now.
-        place: [R, N] int64, the number of a position in its own sequence.
-        seeds: [R] int64.
-        visible: [R, N] bool, False at padding; None: no padding.
-        passes: [R] int64, so far.
-        confidence: [R, N] float32, of what was written, when it was written.
-        revised: [R, N] int32, how often a position was masked again.
-    """
-
-    sequence: Tensor
-    tokens: Tensor
-    asked: Tensor
-    masked: Tensor
-    place: Tensor
-    seeds: Tensor
-    visible: Tensor | None
-    passes: Tensor
-    confidence: Tensor
-    revised: Tensor
-
-    def of(self, rows: Tensor) -> _Rows:
-        """Some of the sequences."""
-        return _Rows(*(None if field is None else field[rows] for field in vars(self).values()))  # type: ignore[arg-type]
-
-
-class _Seen(NamedTuple):
-    """What a pass shows.
-
-    Attributes:
-        logits: [R, N, V], as the model gave them; None if it was asked for statistics.
-        stats: every field [R, N], of what may be written.
-        hidden: [R, N, D].
-        attention: [R, N, N], or None.
-    """
-
-    logits: Tensor | None
-    stats: TokenStats
-    hidden: Tensor
-    attention: Tensor | None
-
-
-class _Eyes(NamedTuple):
-    """The model, with what may be written, and its way to statistics without logits where that is gone."""
-
-    model: MaskedModel
-    vocabulary: Vocabulary
-    has_stats: bool
-
-    def look(self, rows: _Rows, tokens: Tensor, mask: Tensor) -> _Seen:
-        """Run the model on tokens [R, N].
-
-        Raises:
-            TypeError: as `call_model`.
-            ValueError: likewise, or for logits that give no distribution where mask [R, N] is True.
-        """
-        if self.has_stats:
-            output: Any = call_token_stats("decode", self.model, tokens, rows.visible)
-            logits, stats = None, output.stats
-            foreign = ((stats.token < 0) | (stats.token >= self.model.vocab_size)) & mask
-            if bool(foreign.any()):
-                raise ValueError(
-                    f"decode: token of {type(self.model).__name__} must lie in 0..{self.model.vocab_size - 1}, "
-                    f"got {int(stats.token[foreign][0])}"
+            self.records.append(
+                PassRecord(
+                    self.index, active.sequence, selected, written, entropy, chosen.spent, blocker, remasked, ended
                 )
-        else:
-            output = call_model("decode", self.model, tokens, rows.visible)
-            logits, stats = output.logits, self.vocabulary.stats(output.logits, rows.sequence)
-        broken = stats.entropy.isnan() & mask
-        if bool(broken.any()):
-            row, position = broken.nonzero()[0].tolist()
-            raise ValueError(
-                f"decode: the model's logits at sequence {int(rows.sequence[row])}, position {position} give no "
-                "distribution (NaN, +inf, or -inf for every token that may be written)"
             )
-        return _Seen(logits, stats, output.hidden, check.attribute(output, "attention"))
+        return self._retire(replace(active, tokens=written, masked=left))
 
-
-class _Draw(NamedTuple):
-    """How a token is chosen from logits."""
-
-    temperature: float
-    top_k: int | None
-    top_p: float
-    gumbel: bool
-
-    def __call__(
-        self,
-        vocabulary: Vocabulary,
-        logits: Tensor | None,
-        stats: TokenStats,
-        selected: Tensor,
-        rows: _Rows,
-        index: int,
-    ) -> Tensor:
-        """The sequences' tokens [R, N] with the selected positions written."""
-        if logits is None or self.temperature == 0:
-            return torch.where(selected, stats.token, rows.tokens)
-        luck = uniform(rows.seeds, index, 0, rows.place)
-        row, position = selected.nonzero(as_tuple=True)
-        drawn = sample(
-            vocabulary.restrict(logits[row, position], rows.sequence[row], position),
-            luck[row, position],
-            self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            gumbel=self.gumbel,
+    def _step(self, seen: PassOutput, notes: dict[str, Tensor] | None) -> Step:
+        active = self.active
+        return Step(
+            self.index,
+            model=self.forward.model,
+            tokens=active.tokens,
+            logits=seen.logits,
+            stats=seen.stats,
+            sampled=self.as_it_is,
+            attention=seen.attention,
+            seeds=active.seeds,
+            sequences=active.sequence,
+            count=self.count,
+            attention_mask=active.visible,
+            memory=self.memory,
+            notes=notes,
         )
-        return rows.tokens.masked_scatter(selected, drawn)
 
+    def _draw(self, seen: PassOutput, selected: Tensor) -> Tensor:
+        """The sequences' tokens [R, N] with the selected positions written."""
+        active = self.active
+        if seen.logits is None or self.sampling.temperature == 0:
+            return torch.where(selected, seen.stats.token, active.tokens)
+        uniforms = uniform(active.seeds, self.index, 0, active.place)
+        row, position = selected.nonzero(as_tuple=True)
+        allowed = self.forward.vocabulary.restrict(seen.logits[row, position], active.sequence[row], position)
+        return active.tokens.masked_scatter(selected, self.sampling.draw(allowed, uniforms[row, position]))
 
-def _lost_their_place(
-    eyes: _Eyes, draw: _Draw, rows: _Rows, written: Tensor, doubted: Tensor, logits: Tensor | None, index: int
-) -> Tensor:
-    """[R, N] bool: of the doubted positions those whose token does not stand against what else was written."""
-    lost = torch.zeros_like(doubted)
-    row, position = doubted.nonzero(as_tuple=True)
-    if not len(row):
-        return lost
-    token, sequence = written[row, position], rows.sequence[row]
+    def _verify(self, active: Active, seen: PassOutput, selected: Tensor, written: Tensor) -> tuple[Active, Tensor]:
+        """One more pass over the less confident half of what was written together; what is to be masked again."""
+        tested = selected & (active.revised < self.writing.revisions)
+        doubted = take_lowest(seen.stats.confidence, tested, tested.sum(dim=-1) // 2)
+        active = replace(active, passes=active.passes + doubted.any(dim=-1))
+        return active, self._lost_their_place(active, written, doubted, seen.logits)
 
-    def log_p(found: Tensor) -> Tensor:
-        return log_probability(eyes.vocabulary.restrict(found, sequence, position), token, draw.temperature)
+    def _lost_their_place(self, active: Active, written: Tensor, doubted: Tensor, logits: Tensor | None) -> Tensor:
+        """[R, N] bool: of the doubted positions those whose token does not stand against what else was written."""
+        lost = torch.zeros_like(doubted)
+        row, position = doubted.nonzero(as_tuple=True)
+        if not len(row):
+            return lost
+        token, sequence, temperature = written[row, position], active.sequence[row], self.sampling.temperature
 
-    # Read before the model runs again, which may answer into the same memory.
-    before = None if logits is None or draw.temperature == 0 else log_p(logits[row, position])
-    again = doubted.any(dim=-1)
-    looked_at = doubted[again]
-    now = eyes.look(rows.of(again), written[again].masked_fill(looked_at, eyes.model.mask_token_id), looked_at)
-    own_row = looked_at.nonzero(as_tuple=True)[0]
-    if before is None or now.logits is None:
-        return lost.masked_scatter(doubted, now.stats.token[own_row, position] != token)
-    # Steps below 0 are the passes that verify: numbers of their own.
-    luck = uniform(rows.seeds, -1 - index, 0, rows.place)[row, position]
-    return lost.masked_scatter(doubted, luck >= (log_p(now.logits[own_row, position]) - before).exp())
+        def log_p(found: Tensor) -> Tensor:
+            return log_probability(self.forward.vocabulary.restrict(found, sequence, position), token, temperature)
 
+        # Read before the model runs again, which may answer into the same memory.
+        before = None if logits is None or temperature == 0 else log_p(logits[row, position])
+        again = doubted.any(dim=-1)
+        looked_at = doubted[again]
+        states = written[again].masked_fill(looked_at, self.forward.model.mask_token_id)
+        now = self.forward(active.of(again), states, looked_at)
+        own_row = looked_at.nonzero(as_tuple=True)[0]
+        if before is None or now.logits is None:
+            return lost.masked_scatter(doubted, now.stats.token[own_row, position] != token)
+        # Steps below 0 are the passes that verify: numbers of their own.
+        uniforms = uniform(active.seeds, -1 - self.index, 0, active.place)[row, position]
+        return lost.masked_scatter(doubted, uniforms >= (log_p(now.logits[own_row, position]) - before).exp())
 
-def _up_to_the_stop(
-    tokens: Tensor, decoded: Tensor, rows: _Rows, stops: Tensor, vocabulary: Vocabulary
-) -> tuple[Tensor, Tensor]:
-    """What the first stop token among the decoded makes final, itself included: ([R, N] bool, tokens so filled)."""
-    is_stop = torch.isin(tokens, stops) & decoded
-    stopped = is_stop.any(dim=-1, keepdim=True)
-    first = is_stop.int().argmax(dim=-1, keepdim=True)
-    # Where nothing stops, the first token may be a mask token that the vocabulary does not have.
-    stop = torch.where(stopped, tokens.gather(-1, first), stops[0])
-    position = torch.arange(tokens.shape[1], device=tokens.device)
-    final = rows.asked & (position >= first) & stopped
-    if vocabulary.allowed is not None:
-        final &= vocabulary.allowed[rows.sequence.unsqueeze(-1), position, stop]
-    return final, torch.where(final, stop, tokens)
+    def _up_to_the_stop(self, tokens: Tensor, decoded: Tensor, active: Active) -> tuple[Tensor, Tensor]:
+        """What the first stop token among the decoded makes final, itself included: ([R, N] bool, tokens so filled)."""
+        stops = torch.tensor(self.writing.stop_tokens, dtype=torch.int64, device=tokens.device)
+        is_stop = torch.isin(tokens, stops) & decoded
+        stopped = is_stop.any(dim=-1, keepdim=True)
+        first = is_stop.int().argmax(dim=-1, keepdim=True)
+        # Where nothing stops, the first token may be a mask token that the vocabulary does not have.
+        stop = torch.where(stopped, tokens.gather(-1, first), stops[0])
+        position = torch.arange(tokens.shape[1], device=tokens.device)
+        final = active.asked & (position >= first) & stopped
+        allowed = self.forward.vocabulary.allowed
+        if allowed is not None:
+            final &= allowed[active.sequence.unsqueeze(-1), position, stop]
+        return final, torch.where(final, stop, tokens)
 
+    def _remask(
+        self, active: Active, seen: PassOutput, selected: Tensor, left: Tensor, remasked: Tensor, final: Tensor
+    ) -> tuple[Active, Tensor, Tensor]:
+        """What is left, and of it what is masked again, once the sequences that are full were looked through."""
+        confidence = torch.where(selected, seen.stats.confidence, active.confidence)
+        unsure = active.asked & ~final & (confidence < self.writing.remask_below)
+        unsure &= (active.revised < self.writing.revisions) & ~left.any(dim=-1, keepdim=True)
+        remasked, left = remasked | unsure, left | unsure
+        return replace(active, confidence=confidence, revised=active.revised + remasked), left, remasked
 
-def _first_block(rows: _Rows, size: int) -> Tensor:
-    """[R, N] bool: what is masked in the first block that has something masked."""
-    never = torch.iinfo(torch.int64).max
-    start = rows.place.masked_fill(~rows.asked, never).amin(dim=-1, keepdim=True)
-    block = (rows.place - start) // size
-    return rows.masked & (block == block.masked_fill(~rows.masked, never).amin(dim=-1, keepdim=True))
-
-
-def _numbers(temperature: float, top_p: float, remask_below: float) -> tuple[float, float, float]:
-    """The arguments of `decode` that may be real numbers of any kind, as float64."""
-    given: dict[str, object] = {"temperature": temperature, "top_p": top_p, "remask_below": remask_below}
-    numbers = []
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"decode: {name} must be a number, got {check.describe(value)}")
-        try:
-            numbers.append(float(value))
-        except OverflowError:
-            raise ValueError(f"decode: {name} must be a number that float64 can hold") from None
-    temperature, top_p, remask_below = numbers
-    if not 0 <= temperature < torch.inf:
-        raise ValueError(f"decode: temperature must be a finite number >= 0, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"decode: top_p must lie in (0, 1], got {top_p}")
-    if not 0 <= remask_below <= 1:
-        raise ValueError(f"decode: remask_below must be a probability, got {remask_below}")
-    return temperature, top_p, remask_below
+    def _retire(self, active: Active) -> int:
+        """Take finished sequences out of the batch; returns how many."""
+        remaining = active.masked.any(dim=-1)
+        self.index += 1
+        if bool(remaining.all()):
+            self.active = active
+            return 0
+        finished = active.of(~remaining)
+        self.done[finished.sequence], self.passes[finished.sequence] = finished.tokens, finished.passes
+        self.active = active.of(remaining)
+        self.memory.keep(remaining)
+        return len(finished.sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mdmi_fast._moved import renamed
 from mdmi_fast.decoding.randomness import uniform
 from mdmi_fast.labels.plan import invert_cumulative
 
@@ -12,9 +13,10 @@ _TILE = 1 << 20
 """Numbers drawn from at a time: temporaries in float64 do not grow with the batch."""
 
 
+@renamed(luck="uniforms")
 def sample(
     logits: Tensor,
-    luck: Tensor,
+    uniforms: Tensor,
     temperature: float,
     *,
     top_k: int | None = None,
@@ -25,12 +27,12 @@ def sample(
 
     Args:
         logits: [R, V] float, not all -inf.
-        luck: [R] float64 in [0, 1).
+        uniforms: [R] float64 in [0, 1).
         temperature: above 0.
         top_k: keep only this many of the most probable tokens, ties to the lower index; None: all.
         top_p: keep the fewest of the most probable tokens that hold this much of what top_k left.
-        gumbel: take argmax_v(log p(v) + G_v), G_v = -log(-log(u_v)) with u_v from `luck`, instead of the token at
-            which the cumulative sum passes `luck`. The distribution is the same, the tokens are not.
+        gumbel: take argmax_v(log p(v) + G_v), G_v = -log(-log(u_v)) with u_v from `uniforms`, instead of the token at
+            which the cumulative sum passes it. The distribution is the same, the tokens are not.
 
     Returns:
         [R] int64, never a token of probability 0.
@@ -38,7 +40,7 @@ def sample(
     rows = max(1, _TILE // logits.shape[-1])
     drawn = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for start in range(0, len(logits), rows):
-        part, own = logits[start : start + rows].double(), luck[start : start + rows]
+        part, own = logits[start : start + rows].double(), uniforms[start : start + rows]
         weight = ((part - part.amax(dim=-1, keepdim=True)) / temperature).exp()
         if top_k is not None or top_p < 1:
             weight = _most_probable(weight, top_k, top_p)
@@ -67,7 +69,7 @@ def _most_probable(weight: Tensor, top_k: int | None, top_p: float) -> Tensor:
     return torch.zeros_like(weight).scatter(-1, order, ordered)
 
 
-def _by_gumbel(weight: Tensor, luck: Tensor) -> Tensor:
-    seeds = (luck * 2.0**53).long()
+def _by_gumbel(weight: Tensor, uniforms: Tensor) -> Tensor:
+    seeds = (uniforms * 2.0**53).long()
     u = uniform(seeds, 0, 0, torch.arange(weight.shape[-1], device=weight.device)) + 2.0**-54
     return (weight.log() - (-u.log()).log()).argmax(dim=-1)

@@ -97,14 +97,14 @@ class Trajectory:
         free, visible = _maskable(model, tokens, seeds, self.keep)
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         states = tokens.masked_fill(free, model.mask_token_id)
-        goal = (free.sum(-1) * (1 - _luck(generators, 1, tokens.device)[:, 0])).ceil().long()  # that stay masked
+        goal = (free.sum(-1) * (1 - _uniforms(generators, 1, tokens.device)[:, 0])).ceil().long()  # that stay masked
         while True:
             masked = free & (states == model.mask_token_id)
             active = (masked.sum(-1) > goal).nonzero().squeeze(-1)
             if not len(active):
                 return states
             running = [generators[row] for row in active.tolist()]
-            luck = _luck(running, 2 * tokens.shape[1], tokens.device).view(len(active), 2, -1)
+            uniforms = _uniforms(running, 2 * tokens.shape[1], tokens.device).view(len(active), 2, -1)
             shown = None if visible is None else visible[active]
             logits = call_model("Trajectory", model, states[active], shown).logits
             if model.mask_token_id < logits.shape[-1]:  # a position filled with it would be masked for ever
@@ -118,8 +118,8 @@ class Trajectory:
                     f"Trajectory: the model's logits at sequence {int(active[row])}, position {position} give no "
                     "distribution (NaN, +inf, or -inf for every token but the mask token)"
                 )
-            drawn = invert_cumulative(logits.double().softmax(dim=-1), luck[:, 1].unsqueeze(-1)).squeeze(-1)
-            key = entropy.double() if self.order == "entropy" else luck[:, 0]
+            drawn = invert_cumulative(logits.double().softmax(dim=-1), uniforms[:, 1].unsqueeze(-1)).squeeze(-1)
+            key = entropy.double() if self.order == "entropy" else uniforms[:, 0]
             key = key.masked_fill(~masked[active], torch.inf)
             count = (masked.sum(-1) - goal)[active].clamp(max=self.at_once)
             rank = key.argsort(dim=-1, stable=True).argsort(dim=-1)
@@ -147,14 +147,14 @@ def _maskable(
 def _mask(model: MaskedModel, tokens: Tensor, seeds: Sequence[int], share: float | None, keep: Sequence[int]) -> Tensor:
     """Mask a share of the maskable positions, at least one; None: a uniform share."""
     free, _ = _maskable(model, tokens, seeds, keep)
-    luck = _luck([torch.Generator().manual_seed(seed) for seed in seeds], 1 + tokens.shape[1], tokens.device)
+    uniforms = _uniforms([torch.Generator().manual_seed(seed) for seed in seeds], 1 + tokens.shape[1], tokens.device)
     size = free.sum(dim=-1)
-    wanted = (size * (1 - luck[:, 0])).ceil() if share is None else (size * share).round().clamp(min=1)
-    rank = luck[:, 1:].masked_fill(~free, math.inf).argsort(dim=-1).argsort(dim=-1)
+    wanted = (size * (1 - uniforms[:, 0])).ceil() if share is None else (size * share).round().clamp(min=1)
+    rank = uniforms[:, 1:].masked_fill(~free, math.inf).argsort(dim=-1).argsort(dim=-1)
     return tokens.masked_fill(rank < wanted.unsqueeze(-1), model.mask_token_id)
 
 
-def _luck(generators: Sequence[torch.Generator], count: int, device: torch.device) -> Tensor:
+def _uniforms(generators: Sequence[torch.Generator], count: int, device: torch.device) -> Tensor:
     """[B, count] float64 in [0, 1), of each sequence's own generator."""
     return torch.stack(
         [torch.rand(count, dtype=torch.float64, generator=each, device="cpu") for each in generators]

@@ -196,21 +196,21 @@ def _independent(edges: Tensor, candidates: Tensor, cost: Tensor) -> Tensor:
 
 def _draw(p: Tensor, tokens: Tensor, visible: Tensor | None, samples: int, seed: int) -> Tensor:
     """How often each value [B, N, V] float64 comes up in `samples` draws a position, from seed and sequence alone."""
-    luck = torch.zeros(*tokens.shape, samples, dtype=torch.float64, device="cpu")
+    uniforms = torch.zeros(*tokens.shape, samples, dtype=torch.float64, device="cpu")
     for row, sequence in enumerate(tokens):
         own = torch.ones_like(sequence, dtype=torch.bool) if visible is None else visible[row]
         generator = torch.Generator().manual_seed((seed + fingerprint(sequence[own])) % 2**63)
-        luck[row, own.cpu()] = torch.rand(
+        uniforms[row, own.cpu()] = torch.rand(
             int(own.sum()), samples, dtype=torch.float64, generator=generator, device="cpu"
         )
-    drawn = invert_cumulative(p, luck.to(p.device))
+    drawn = invert_cumulative(p, uniforms.to(p.device))
     return torch.zeros_like(p).scatter_add_(-1, drawn, torch.ones_like(drawn, dtype=p.dtype))
 
 
-def invert_cumulative(p: Tensor, luck: Tensor) -> Tensor:
-    """Draw from weights p [..., V] float64 with luck [..., S] in [0, 1): the values [..., S] int64, none of weight 0."""
+def invert_cumulative(p: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw from weights p [..., V] float64 with numbers [..., S] in [0, 1): the values [..., S] int64, none of weight 0."""
     cumulative = p.cumsum(dim=-1)
-    drawn = torch.searchsorted(cumulative, luck * cumulative[..., -1:], right=True)
+    drawn = torch.searchsorted(cumulative, uniforms * cumulative[..., -1:], right=True)
     # Rounding may carry a target to the very end: no further than the last value of any weight.
     return drawn.minimum(torch.searchsorted(cumulative, cumulative[..., -1:].contiguous()))
 

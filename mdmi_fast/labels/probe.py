@@ -27,6 +27,7 @@ from mdmi_fast.labels.plan import FORMS, Directions, Form, Plan, make_plan
 from mdmi_fast.labels.readings import Group, Reading, read, read_in_pieces, read_sample
 from mdmi_fast.labels.results import MILabels, Probe, join, masked_pairs
 from mdmi_fast.models import MaskedModel, MaskedOutput
+from mdmi_fast.models.base import InterchangeableModel
 from mdmi_fast.models.call import check_model, check_tokens, visible_positions
 
 
@@ -235,6 +236,8 @@ def _plan(forward: Forward, state: _State, base: Tensor, settings: _Settings, *,
     """Entropies [B, N] of the base pass, and what to probe; `first` is the number of the first sequence, for messages."""
     entropy = ops.entropy(base).masked_fill(~state.mask, 0.0)
     _refuse_nan(entropy, first)
+    model = forward.model
+    alike = [*model.interchangeable_tokens] if isinstance(model, InterchangeableModel) else []
     plan = make_plan(
         base,
         state.tokens,
@@ -246,7 +249,7 @@ def _plan(forward: Forward, state: _State, base: Tensor, settings: _Settings, *,
         directions=settings.directions,
         samples=settings.samples,
         seed=settings.seed,
-        interchangeable=getattr(forward.model, "interchangeable_tokens", ()),
+        interchangeable=alike,
     )
     return entropy, plan
 

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from mdmi_fast.ops import TokenStats
+
 
 class MaskedOutput(NamedTuple):
     """What a masked model says about a batch.
@@ -53,6 +55,39 @@ class MaskedModel(Protocol):
     def __call__(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> MaskedOutput:
         """Run the network on tokens [B, N] int64; attention_mask [B, N] bool is False at padding."""
         ...
+
+
+class StatsOutput(NamedTuple):
+    """What a policy needs of a pass, made without the logits.
+
+    Attributes:
+        stats: every field [B, N].
+        hidden: [B, N, D].
+    """
+
+    stats: TokenStats
+    hidden: torch.Tensor
+
+
+@runtime_checkable
+class StatsModel(Protocol):
+    """The optional ability of a `MaskedModel` to give the statistics of logits without holding these."""
+
+    def token_stats(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> StatsOutput:
+        """What `ops.token_stats` says of the logits of the call with the same arguments."""
+        ...
+
+
+@runtime_checkable
+class InterchangeableModel(Protocol):
+    """A `MaskedModel` some of whose tokens mean the same: relabelling them in its input relabels its answer.
+
+    Attributes:
+        interchangeable_tokens: those; labelling probes one of them for all that do not stand in the sequence yet.
+    """
+
+    @property
+    def interchangeable_tokens(self) -> Iterable[int]: ...
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from mdmi_fast import ops
 from mdmi_fast._moved import renamed
 from mdmi_fast.models._head import LastProduct
 from mdmi_fast.models._transformers import is_text, loading_errors, special_tokens, token_of
-from mdmi_fast.models.base import AttentiveOutput, MaskedOutput
+from mdmi_fast.models.base import AttentiveOutput, MaskedOutput, StatsOutput
 from mdmi_fast.models.call import check_flag, evaluating
 from mdmi_fast.models.identity import check_loaded
 from mdmi_fast.models.limits import length_limit
@@ -34,18 +34,6 @@ from mdmi_fast.models.sequences import SequenceModel, check_layers
 
 _DIFFUSION = {"llada": False, "Dream": True}
 """config.model_type of diffusion models that load as AutoModel -> whether the logits are shifted."""
-
-
-class StatsOutput(NamedTuple):
-    """What a policy needs of a pass, made without the logits.
-
-    Attributes:
-        stats: every field [B, N].
-        hidden: [B, N, D].
-    """
-
-    stats: ops.TokenStats
-    hidden: Tensor
 
 
 class HuggingFaceModel(SequenceModel):

@@ -95,7 +95,7 @@ class Reveal:
         seed: of the sequence.
         tokens: [N] int64, before the position is unmasked.
         position: unmasked.
-        others: [M] int64, still masked after it; 64 at most, drawn by `luck` where there are more.
+        others: [M] int64, still masked after it; 64 at most, drawn by `draw` where there are more.
         predicted: [M] their predicted mutual information with it, nats, not below 0.
         logits: [M, V], theirs before.
     """
@@ -109,7 +109,7 @@ class Reveal:
 
     @classmethod
     def of(
-        cls, source: MISource, hidden: Tensor, mask: Tensor, step: Step, row: int, position: int, luck: random.Random
+        cls, source: MISource, hidden: Tensor, mask: Tensor, step: Step, row: int, position: int, draw: random.Random
     ) -> Reveal:
         """What must be kept of a step with tokens, logits and seeds; arguments as of `audit_position`.
 
@@ -120,7 +120,7 @@ class Reveal:
         assert step.logits is not None
         assert step.seeds is not None
         candidates = [j for j in mask[row].nonzero().squeeze(-1).tolist() if j != position]
-        others = torch.tensor(luck.sample(candidates, min(_WATCHED, len(candidates))), device=mask.device)
+        others = torch.tensor(draw.sample(candidates, min(_WATCHED, len(candidates))), device=mask.device)
         predicted = _predicted(source, hidden, mask, step, row)[position, others].float().clamp(min=0.0)
         if not bool(predicted.isfinite().all()):
             raise ValueError(

@@ -358,7 +358,7 @@ class Guard:
     def _arm(self, seed: int) -> bool:
         """Whether a sequence is the watched policy's: decided when it is first seen, by its seed and the share."""
         if seed not in self._arms:
-            self._arms[seed] = _luck(seed) < self.share
+            self._arms[seed] = _uniform_of(seed) < self.share
             if len(self._arms) > _REMEMBERED:
                 self._arms.popitem(last=False)
         return bool(self._arms[seed]) and not self.state.fallen_back
@@ -450,7 +450,7 @@ class Guard:
         if slope is None:
             return
         self.state.movement_slope, self.state.movement_ratio = slope, block.ratio()
-        # A slope above 1 is luck, or predictions that are too low: neither makes up for others below.
+        # A slope above 1 is chance, or predictions that are too low: neither makes up for others below.
         if self._evidence["movement_off"].add(min(slope, 1.0) - limits.movement_off):
             self._fall_back("movement_off")
 
@@ -577,7 +577,7 @@ def _source_of(policy: Policy) -> MISource | None:
     return policy.mi if isinstance(policy, _PairPolicy) else None
 
 
-def _luck(seed: int) -> float:
+def _uniform_of(seed: int) -> float:
     """A number in [0, 1) for a seed, that has nothing to do with what `decode` draws from it."""
     return random.Random(f"guard {seed}").random()
 

@@ -71,7 +71,7 @@ def _fill(model: MaskedModel, tokens: Tensor, goal: Tensor, policy: Policy, seed
         output, mask = model(state), state == MASK_TOKEN
         step = Step(index, model=model, tokens=state, seeds=seeds[active])
         chosen = policy.select(token_stats(output.logits), output.hidden, mask, step).selected
-        luck = uniform(seeds[active], index, 0, torch.arange(CELLS, device=tokens.device))
-        state[chosen] = sample(output.logits[chosen], luck[chosen], 1.0)
+        uniforms = uniform(seeds[active], index, 0, torch.arange(CELLS, device=tokens.device))
+        state[chosen] = sample(output.logits[chosen], uniforms[chosen], 1.0)
         tokens[active] = state
     return tokens
