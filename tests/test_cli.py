@@ -842,7 +842,10 @@ def test_map_writes_every_format_and_compares_with_another_map(
     assert code == 0
     assert "compared with p.npz (predicted): r = 1.0000, mean difference 0.0000 nats" in out
     code, _, err = run(*predicted[:2], "any", *predicted[3:], "--out", tmp_path / "c", "--picture", "board")
-    assert (code, err) == (2, "mdmi-fast map: --picture board belongs to Sudoku models\n")
+    assert (code, err) == (
+        2,
+        "mdmi-fast map: --picture board belongs to models of a task with a board, such as Sudoku\n",
+    )
 
 
 def test_map_names_an_index_that_is_not_there(run: Run, tmp_path: Path, easy: Path) -> None:

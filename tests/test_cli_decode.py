@@ -81,9 +81,9 @@ def test_options_hold_for_lines_that_do_not_set_them(run: Run, tmp_path: Path) -
     assert [json.loads(line)["tokens"] for line in out.splitlines()] == [[2, 2], [1, 1]]
     assert json.loads(run(*DECODE, "--data", data, "--stop", 1)[1].splitlines()[0])["passes"] == 1
     for option, value, told in (
-        ("--top-p", 2, "must lie between 0 and 1, got 2"),
-        ("--top-p", 0, "must be more than 0, got 0"),
-        ("--remask-below", "nan", "must lie between 0 and 1, got nan"),
+        ("--top-p", 2, "must lie in (0, 1], got 2.0"),
+        ("--top-p", 0, "must lie in (0, 1], got 0.0"),
+        ("--remask-below", "nan", "must be a probability, got nan"),
         ("--seed", 2**63, "must be below 2^63"),
         ("--threads", 2**31, "must be below 2^31"),
         ("--stop", 5, "--stop must name tokens in 0..4, which any has, got 5"),

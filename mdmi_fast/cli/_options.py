@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from mdmi_fast.cli._errors import UsageError
 from mdmi_fast.decoding import named
 from mdmi_fast.decoding.named import kind_of as kind_of
 from mdmi_fast.decoding.named import load_decoded as load_decoded
+from mdmi_fast.decoding.options import OPTIONS, check_option
 from mdmi_fast.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ MODEL_HELP = (
 )
 DATA_HELP = (
     'a file, or - for standard input: a JSON object {"tokens": [...]} a line, with "attention_mask": [...] of 0 at '
-    "padding where padding is, or puzzles for sudoku models"
+    "padding where padding is, or what the task of the model reads, such as puzzles"
 )
 FORM_NAMES = ("joint", "entropy", "kl")
 
@@ -78,20 +80,6 @@ def share(text: str) -> float:
     return value
 
 
-def probability(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {text}")
-    return value
-
-
-def _top_p(text: str) -> float:
-    value = probability(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
-    return value
-
-
 def _threads(text: str) -> int:
     return at_least(1, text, bits=31)
 
@@ -124,7 +112,7 @@ def _chosen_spec(path: str) -> PolicySpec:
         OSError: there is no such file.
         ValueError: it holds something else.
     """
-    from mdmi_fast.cli._sequences import check_options
+    from mdmi_fast.cli._records import check_options
     from mdmi_fast.decoding.calibrate import read_choice
 
     choice = read_choice(path)
@@ -140,7 +128,7 @@ def _chosen_spec(path: str) -> PolicySpec:
             check_options(spec.options)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
-        alone = sorted(spec.options.keys() - _WRITING.keys())
+        alone = sorted(spec.options.keys() - OPTIONS.keys())
         if alone:
             raise ValueError(f"{path}: option {alone[0]!r} belongs to one sequence, not to a policy")
     return spec
@@ -208,47 +196,39 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
     """The other options of `decode`, which a record may also set for itself."""
-    parser.add_argument("--top-k", type=positive, metavar="N", help="draw from the N most probable tokens only")
-    parser.add_argument(
-        "--top-p", type=_top_p, default=1.0, metavar="P", help="draw from the fewest tokens that hold this probability"
-    )
-    parser.add_argument("--gumbel", action="store_true", help="draw by the Gumbel-max rule")
-    parser.add_argument("--suppress", type=int, nargs="+", default=[], metavar="TOKEN", help="never write these")
-    parser.add_argument("--stop", type=int, nargs="+", default=[], metavar="TOKEN", help="tokens that end a sequence")
-    parser.add_argument("--block-size", type=positive, metavar="N", help="decode so many positions after the other")
-    parser.add_argument(
-        "--verify", action="store_true", help="check what was written together with one more pass, mask again what lost"
-    )
-    parser.add_argument(
-        "--remask-below",
-        type=probability,
-        default=0.0,
-        metavar="P",
-        help="when all is written, mask again what was less probable than this",
-    )
-    parser.add_argument(
-        "--revisions", type=natural, default=1, metavar="N", help="how often a position is masked again (default: 1)"
-    )
+    for name, option in OPTIONS.items():
+        flag, told, default = f"--{_word(name).replace('_', '-')}", option.metadata["told"], option.default
+        if name == "temperature":
+            continue
+        if default is False:
+            parser.add_argument(flag, action="store_true", help=told)
+        elif default == ():
+            parser.add_argument(flag, type=int, nargs="+", default=[], metavar="TOKEN", help=told)
+        else:
+            read, metavar = (float, "P") if isinstance(default, float) else (int, "N")
+            shown = "" if default is None else " (default: %(default)s)"
+            kind = functools.partial(_read_option, name, read)
+            parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=told + shown)
 
 
-_WRITING = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "gumbel": "gumbel",
-    "suppressed": "suppress",
-    "stop_tokens": "stop",
-    "block_size": "block_size",
-    "verify": "verify",
-    "remask_below": "remask_below",
-    "revisions": "revisions",
-}
-"""Arguments of `mdmi_fast.decode`, and the options that say them."""
+def _word(name: str) -> str:
+    """What a command calls an option of `decode`."""
+    word: str | None = OPTIONS[name].metadata["word"]
+    return word or name
+
+
+def _read_option(name: str, read: Callable[[str], Any], text: str) -> Any:
+    value = read(text)
+    try:
+        check_option(name, value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix(f"decode: {name} ")) from error
+    return value
 
 
 def writing_options(options: argparse.Namespace) -> dict[str, Any]:
     """What --temperature and, in commands that have them, the options of `add_writing` say, as arguments of `decode`."""
-    return {name: getattr(options, option) for name, option in _WRITING.items() if hasattr(options, option)}
+    return {name: vars(options)[_word(name)] for name in OPTIONS if _word(name) in vars(options)}
 
 
 def decoding_options(options: argparse.Namespace, model: MaskedModel | None = None) -> dict[str, Any]:
@@ -275,7 +255,7 @@ def decoding_options(options: argparse.Namespace, model: MaskedModel | None = No
         for token in found.get(name, ()):
             if model is not None and not 0 <= token < model.vocab_size:
                 raise UsageError(
-                    f"--{_WRITING[name]} must name tokens in 0..{model.vocab_size - 1}, which {options.model} has, "
+                    f"--{_word(name)} must name tokens in 0..{model.vocab_size - 1}, which {options.model} has, "
                     f"got {token}"
                 )
     if model is not None:

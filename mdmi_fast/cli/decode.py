@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import InputError, UsageError
 from mdmi_fast.cli._options import (
@@ -23,7 +24,12 @@ from mdmi_fast.cli._options import (
     load_policy,
     positive,
 )
+from mdmi_fast.cli._records import TokenSequence
+from mdmi_fast.errors import one_line
 from mdmi_fast.files import check_file, open_output, same_file
+
+if TYPE_CHECKING:
+    from mdmi_fast.decoding import Decoded
 
 
 def add(subparsers: Any) -> None:
@@ -61,7 +67,8 @@ def run(options: argparse.Namespace) -> int:
     from torch import Generator
 
     from mdmi_fast.cli._progress import bar
-    from mdmi_fast.cli._sequences import decode_all, stream_sequences
+    from mdmi_fast.cli._sequences import stream_sequences
+    from mdmi_fast.decoding import decode_many
 
     model = load_decoded(options.model, [options.policy])
     defaults = decoding_options(options, model)
@@ -80,21 +87,20 @@ def run(options: argparse.Namespace) -> int:
                 options.data, model_name=options.model, model=model, window=options.batch_size, limit=options.limit
             ):
                 progress.total = count + len(sequences)
-                decoded = decode_all(
+                decoded = decode_many(
                     model,
-                    sequences,
+                    [sequence.asked for sequence in sequences],
                     policy,
                     generator=generator,
                     batch_size=options.batch_size,
-                    defaults=defaults,
-                    first_number=count,
                     trace=trace is not None,
                     progress=progress.update,
+                    **defaults,
                 )
-                for sequence, done in zip(sequences, decoded, strict=True):
+                for sequence, done in zip(sequences, _named(decoded, sequences), strict=True):
                     _print_line({**sequence.record, "tokens": done.tokens, "passes": done.passes}, out)
-                    for record in done.trace:
-                        _print_line(record, trace)
+                    for entry in done.trace:
+                        _print_line({"sequence": count, **entry}, trace)
                     passes += done.passes
                     count += 1
                 for file in (out, trace):
@@ -111,6 +117,25 @@ def run(options: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def _named(decoded: Iterator[Decoded], sequences: Sequence[TokenSequence]) -> Iterator[Decoded]:
+    """What was decoded.
+
+    Raises:
+        InputError: where the first sequence that cannot be decoded would come, naming it and others.
+    """
+    from mdmi_fast.decoding import DecodeError
+
+    try:
+        yield from decoded
+    except DecodeError as error:
+        lines = [f"{sequences[number].where}: {_reason(alone)}" for number, alone in error.failures.items()]
+        raise InputError("\n".join(lines)) from error.__cause__
+
+
+def _reason(error: Exception) -> str:
+    return one_line(error) or next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _print_line(value: Any, file: IO[str] | None) -> None:

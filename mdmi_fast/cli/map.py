@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +16,14 @@ from mdmi_fast.cli._options import (
     add_threads,
     amount,
     find_estimator,
-    kind_of,
     natural,
     share,
 )
 from mdmi_fast.files import check_file, replace_file
+from mdmi_fast.tasks.base import Structure, task_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mdmi_fast.cli._sequences import TokenSequence
+    from mdmi_fast.cli._records import TokenSequence
     from mdmi_fast.maps import MIMap
     from mdmi_fast.models import MaskedModel
 
@@ -38,7 +37,6 @@ _NEEDS = {
     "html": None,
 }
 _USUAL = ("npz", "graphml", "png")
-_TASKS = {"sudoku": "sharing a row, column or box"}
 
 
 def add(subparsers: Any) -> None:
@@ -47,7 +45,7 @@ def add(subparsers: Any) -> None:
         help="write the map of dependencies of one sequence",
         description="Write the mutual information of one sequence's masked positions as arrays (npz), as a graph of the "
         "dependent pairs (graphml, dot, json), as a picture (png, svg) and as one page with hover and a slider (html), "
-        "and print the largest pairs. For Sudoku dependencies that the rules do not explain and those that are missing "
+        "and print the largest pairs. Where the task's rules are known, as in Sudoku, dependencies that they do not explain and those that are missing "
         "are marked, and the area under the ROC curve says how well the pairs tell the rules.",
     )
     add_model(parser)
@@ -71,7 +69,7 @@ def add(subparsers: Any) -> None:
         "--picture",
         choices=("heat", "arcs", "board"),
         default="heat",
-        help="what png and svg show: the matrix, the sequence with arcs, or the Sudoku board (default: heat)",
+        help="what png and svg show: the matrix, the sequence with arcs, or the board of Sudoku (default: heat)",
     )
     parser.add_argument(
         "--compare", type=Path, metavar="NPZ", help="another map of the same positions, to compare with and draw beside"
@@ -94,8 +92,9 @@ def add(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.form and not options.probe:
         raise UsageError("--form belongs to --probe")
-    if options.picture == "board" and kind_of(options.model) != "sudoku":
-        raise UsageError("--picture board belongs to Sudoku models")
+    structure = _structure(options.model)
+    if options.picture == "board" and (structure is None or structure.block is None):
+        raise UsageError("--picture board belongs to models of a task with a board, such as Sudoku")
     if not Path(f"{options.out}.x").name[:-2].strip("."):
         raise UsageError(f"--out must end in a name, to which .{options.formats[0]} is joined, got {options.out!r}")
     for name in options.formats:
@@ -109,14 +108,14 @@ def run(options: argparse.Namespace) -> int:
     if options.index >= len(sequences):
         raise InputError(f"{options.data}: holds {len(sequences)} sequences, there is none of index {options.index}")
     sequence = sequences[options.index]
-    expected, other = _expected(options.model), _other(options.compare)
+    other = _other(options.compare)
     if other is not None and len(other.tokens) != len(sequence.tokens):
         raise InputError(
             f"{options.compare}: is a map of {len(other.tokens)} positions, {sequence.where} has {len(sequence.tokens)}"
         )
-    found = _map(options, model, sequence)
-    paths = _write(options, found, expected, other)
-    _print_pairs(found, expected, options)
+    found = _map(options, model, sequence, None if structure is None else structure.labels)
+    paths = _write(options, found, structure, other)
+    _print_pairs(found, structure, options)
     if other is not None:
         _print_comparison(found, other, options)
     print(f"\n{', '.join(str(path) for path in paths)}")
@@ -131,7 +130,9 @@ def _other(path: Path | None) -> MIMap | None:
     return MIMap.load(path)
 
 
-def _map(options: argparse.Namespace, model: MaskedModel, sequence: TokenSequence) -> MIMap:
+def _map(
+    options: argparse.Namespace, model: MaskedModel, sequence: TokenSequence, labels: Sequence[str] | None
+) -> MIMap:
     import torch
 
     from mdmi_fast.cli._progress import bar
@@ -139,7 +140,6 @@ def _map(options: argparse.Namespace, model: MaskedModel, sequence: TokenSequenc
 
     state, shown = torch.tensor(sequence.tokens), sequence.attention_mask
     visible = None if shown is None else torch.tensor(shown)
-    labels = [f"r{cell // 9 + 1}c{cell % 9 + 1}" for cell in range(81)] if kind_of(options.model) == "sudoku" else None
     estimator = None
     if not options.probe:
         estimator = find_estimator(options.estimator, model=options.model)
@@ -155,26 +155,24 @@ def _map(options: argparse.Namespace, model: MaskedModel, sequence: TokenSequenc
                 estimator=estimator,
                 form=options.form or "joint",
                 attention_mask=visible,
-                labels=labels,
+                labels=None if labels is None else [*labels],
                 progress=progress.update,
             )
         except ValueError as error:
             raise InputError(f"{sequence.where}: {error}") from error
 
 
-def _expected(model: str) -> Tensor | None:
-    """The structure that the task is known to have."""
-    if kind_of(model) != "sudoku":
-        return None
-    from mdmi_fast.tasks.sudoku.boards import rule_matrix
-
-    return rule_matrix()
+def _structure(model: str) -> Structure | None:
+    """The dependencies that the task of the model is known to have."""
+    make = task_of(model).structure
+    return None if make is None else make()
 
 
-def _write(options: argparse.Namespace, found: MIMap, expected: Tensor | None, other: MIMap | None) -> list[Path]:
+def _write(options: argparse.Namespace, found: MIMap, structure: Structure | None, other: MIMap | None) -> list[Path]:
     from mdmi_fast.maps import dependency_graph, write_graph, write_page
 
-    name = _TASKS.get(kind_of(options.model), "expected")
+    expected = None if structure is None else structure.pairs
+    name = "expected" if structure is None else structure.name
     title = f"{options.model}, sequence {options.index} of {Path(options.data).name}"
     paths = []
     for kind in options.formats:
@@ -186,7 +184,7 @@ def _write(options: argparse.Namespace, found: MIMap, expected: Tensor | None, o
         elif _NEEDS[kind] == "networkx":
             write_graph(dependency_graph(found, options.tau), path)
         else:
-            figure = _draw(options, found, expected, other, name, title)
+            figure = _draw(options, found, structure, other, title)
             with replace_file(path) as temporary:
                 figure.savefig(temporary, dpi=120)
         paths.append(path)
@@ -198,23 +196,25 @@ def _path(options: argparse.Namespace, kind: str) -> Path:
 
 
 def _draw(
-    options: argparse.Namespace, found: MIMap, expected: Tensor | None, other: MIMap | None, name: str, title: str
+    options: argparse.Namespace, found: MIMap, structure: Structure | None, other: MIMap | None, title: str
 ) -> Any:
     from mdmi_fast.maps import draw_arcs, draw_board, draw_comparison, draw_map
+
+    expected = None if structure is None else structure.pairs
 
     if other is not None:
         return draw_comparison(found, other, title=title)
     if options.picture == "heat":
-        every = None if expected is None else 9
+        name, every = ("expected", None) if structure is None else (structure.name, structure.block)
         return draw_map(found, expected=expected, tau=options.tau, expected_name=name, title=title, every=every)
     draw = draw_arcs if options.picture == "arcs" else draw_board
     return draw(found, expected=expected, tau=options.tau)
 
 
-def _print_pairs(found: MIMap, expected: Tensor | None, options: argparse.Namespace) -> None:
+def _print_pairs(found: MIMap, structure: Structure | None, options: argparse.Namespace) -> None:
     from mdmi_fast.maps import compare_structure, find_surprises, roc_area
 
-    name = _TASKS.get(kind_of(options.model), "")
+    expected, name = (None, "") if structure is None else (structure.pairs, structure.name)
     top = found.pairs(limit=options.top)
     print(f"{'pair':<16}{'nats':>9}  {name}".rstrip())
     for pair in top:

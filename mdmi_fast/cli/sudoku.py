@@ -11,7 +11,7 @@ from mdmi_fast.cli._errors import InputError
 from mdmi_fast.cli._options import add_decoding, add_policy, add_threads, decoding_options, json_text, load_policy
 
 if TYPE_CHECKING:
-    from mdmi_fast.cli._sequences import Decoded
+    from mdmi_fast.decoding import Decoded
 
 
 def add(subparsers: Any) -> None:
@@ -41,11 +41,15 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from mdmi_fast.cli._progress import bar
-    from mdmi_fast.cli._sequences import TokenSequence, decode_all, read_lines, read_puzzle_lines
+    from mdmi_fast.cli._sequences import read_lines
+    from mdmi_fast.decoding import Asked, decode_many
     from mdmi_fast.tasks.sudoku.model import load_model
-    from mdmi_fast.tasks.sudoku.puzzles import format_line, is_valid_board
+    from mdmi_fast.tasks.sudoku.puzzles import PuzzleError, format_line, is_valid_board, read_puzzles
 
-    givens = read_puzzle_lines(read_lines(options.file), check_unique=not options.any_solution).givens.tolist()
+    try:
+        givens = read_puzzles(read_lines(options.file), check_unique=not options.any_solution).givens.tolist()
+    except PuzzleError as error:
+        raise InputError(str(error)) from error
     if not givens:
         raise InputError(f"{options.file}: holds no puzzles")
     model = load_model(options.model)
@@ -54,14 +58,14 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     with bar(total=len(givens), unit="puzzle", description="solving") as progress:
         found = list(
-            decode_all(
+            decode_many(
                 model,
-                [TokenSequence(given, {}, f"{options.file}: puzzle {n}") for n, given in enumerate(givens, 1)],
+                [Asked(given) for given in givens],
                 policy,
                 generator=torch.Generator().manual_seed(options.seed),
                 batch_size=options.batch_size,
-                defaults=defaults,
                 progress=progress.update,
+                **defaults,
             )
         )
     seconds = time.perf_counter() - start

@@ -22,6 +22,7 @@ from mdmi_fast.cli._options import (
     share,
 )
 from mdmi_fast.files import check_folder
+from mdmi_fast.models.loading import registered, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +67,9 @@ def add(subparsers: Any) -> None:
         help="with --from: labels from before, mixed in one to one so that it does not forget",
     )
     parser.add_argument(
-        "--architecture", choices=("general", "sudoku"), help="of the estimator (default: sudoku for sudoku models)"
+        "--architecture",
+        choices=("general", *registered("mdmi_fast.estimators")),
+        help="of the estimator (default: that which ships for the model, else general)",
     )
     parser.add_argument(
         "--layers", type=_widths, metavar="W,W", help="widths of the layers (default: the architecture's)"
@@ -117,7 +120,7 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    architecture = options.architecture or ("sudoku" if kind_of(options.model) == "sudoku" else "general")
+    architecture = options.architecture or _shipped_architecture(options.model)
     named = [name for name in _GENERAL if getattr(options, name) is not None]
     if architecture != "general" and named:
         raise UsageError(f"--{named[0].replace('_', '-')} belongs to --architecture general")
@@ -250,11 +253,15 @@ def _network(architecture: str, options: argparse.Namespace, model: MaskedModel)
         return load_estimator(options.start)
     named = ("layers", *_GENERAL) if architecture == "general" else ("layers",)
     given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
-    if architecture == "sudoku":
-        from mdmi_fast.tasks.sudoku.estimator import SudokuMIEstimator
+    if architecture == "general":
+        return PairwiseMIEstimator(model.hidden_size, **given)
+    made: PairScorer = resolve("mdmi_fast.estimators", architecture)(**given)
+    return made
 
-        return SudokuMIEstimator(**given)
-    return PairwiseMIEstimator(model.hidden_size, **given)
+
+def _shipped_architecture(model: str) -> str:
+    kind = kind_of(model)
+    return kind if kind in registered("mdmi_fast.estimators") else "general"
 
 
 def _widths(text: str) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from mdmi_fast.cli._options import (
     add_model,
     add_threads,
     add_writing,
-    kind_of,
     load_decoded,
     load_source,
     policies_text,
@@ -23,11 +22,12 @@ from mdmi_fast.cli._options import (
     writing_options,
 )
 from mdmi_fast.files import check_file
+from mdmi_fast.tasks.base import Task, task_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mdmi_fast.cli._sequences import TokenSequence
+    from mdmi_fast.cli._records import TokenSequence
     from mdmi_fast.decoding.calibrate import Quality, Target, Tried, Unit
     from mdmi_fast.models import MaskedModel
 
@@ -78,8 +78,8 @@ def add(subparsers: Any) -> None:
         "--quality",
         choices=_QUALITIES,
         help="pseudo-likelihood: by the model itself, log p of each token given all others, a loss is in nats a token; accuracy: "
-        'the share of positions as in the record\'s "target" [...]; valid: of Sudoku boards; of these two a loss is a share '
-        "(default: valid for sudoku models, else pseudo-likelihood)",
+        'the share of positions as in the record\'s "target" [...]; valid: as the task of the model judges, such as Sudoku boards; of these two a loss is a share '
+        "(default: valid where there is a task, else pseudo-likelihood)",
     )
     parser.add_argument(
         "--policies",
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     if not to_do:
         raise InputError(f"{options.data}: holds no sequence with a masked position")
     tokens, attention_mask = _padded(to_do, model)
-    name = options.quality or ("valid" if kind_of(options.model) == "sudoku" else "pseudo-likelihood")
+    name = options.quality or ("valid" if task_of(options.model).quality is not None else "pseudo-likelihood")
     unit: Unit = "nats a token" if name == "pseudo-likelihood" else "share"
     if options.target.loss is not None and options.target.unit != unit:
         instead = "'at most 0.05 nats loss'" if name == "pseudo-likelihood" else "'at most 1% loss'"
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     estimator = options.estimator or next(filter(None, (getattr(spec, "estimator", None) for spec in specs)), None)
     mi = load_source(estimator, model, name=options.model) if any(map(needs_mi, specs)) else None
     judge = with_stops(model, options.stop, options.suppress)
-    quality = _quality(name, judge, to_do, attention_mask)
+    quality = _quality(name, judge, to_do, attention_mask, task_of(options.model))
     tried: list[Tried] = []
     print(_header(unit))
     with bar(total=None, unit="policy", description="tuning") as progress:
@@ -227,7 +227,7 @@ def _padded(sequences: Sequence[TokenSequence], model: MaskedModel) -> tuple[Ten
 
 
 def _quality(
-    name: str, model: MaskedModel, sequences: Sequence[TokenSequence], attention_mask: Tensor | None
+    name: str, model: MaskedModel, sequences: Sequence[TokenSequence], attention_mask: Tensor | None, task: Task
 ) -> Quality:
     """The quality of that name.
 
@@ -237,7 +237,7 @@ def _quality(
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    from mdmi_fast.cli._sequences import are_tokens
+    from mdmi_fast.cli._records import are_tokens
     from mdmi_fast.decoding.calibrate import accuracy, log_likelihood
 
     if name == "pseudo-likelihood":
@@ -261,6 +261,7 @@ def _quality(
                 )
             targets.append([token if is_asked else 0 for token, is_asked in zip(target, asked, strict=True)])
         return accuracy(pad_sequence([torch.tensor(target) for target in targets], batch_first=True))
-    from mdmi_fast.tasks.sudoku.puzzles import is_valid_board
-
-    return lambda tokens, asked, sequences: is_valid_board(tokens)
+    judge = task.quality
+    if judge is None:
+        raise UsageError("--quality valid: the model is of no task that judges sequences")
+    return lambda tokens, asked, sequences: judge(tokens)

@@ -3,6 +3,7 @@
 from mdmi_fast import _moved
 from mdmi_fast.decoding.arrays import as_tensor
 from mdmi_fast.decoding.loop import DecodeResult, decode
+from mdmi_fast.decoding.many import Asked, Decoded, DecodeError, decode_many
 from mdmi_fast.decoding.policies import (
     AttentionGraph,
     Coloring,
@@ -30,16 +31,20 @@ from mdmi_fast.decoding.policies import (
     policy,
     policy_forms,
 )
+from mdmi_fast.decoding.quality import pseudo_likelihood
 from mdmi_fast.decoding.sampling import sample
 from mdmi_fast.decoding.trace import PassRecord, receipt, replay
 
 __all__ = [
+    "Asked",
     "AttentionGraph",
     "Coloring",
     "Confidence",
     "ConfidenceBudget",
     "ConfidenceFactor",
+    "DecodeError",
     "DecodeResult",
+    "Decoded",
     "EntropyBound",
     "MIBudget",
     "MISource",
@@ -59,10 +64,12 @@ __all__ = [
     "TopK",
     "as_tensor",
     "decode",
+    "decode_many",
     "needs_mi",
     "parse_policy",
     "policy",
     "policy_forms",
+    "pseudo_likelihood",
     "receipt",
     "replay",
     "sample",

@@ -12,8 +12,7 @@ from mdmi_fast.estimator import PairScorer
 from mdmi_fast.estimator.loading import has_estimator
 from mdmi_fast.labels import FORMS
 from mdmi_fast.models import MaskedModel
-
-_OF_TRANSFORMERS = ("hf", "sapiens", "antiberty", "text")
+from mdmi_fast.models.loading import model_options
 
 
 def kind_of(model: str) -> str:
@@ -22,8 +21,8 @@ def kind_of(model: str) -> str:
 
 
 def load_decoded(name: str, specs: Sequence[str]) -> MaskedModel:
-    """The model of a name; one of transformers shows its attention where one of the policies `specs` reads it."""
-    attentive = kind_of(name) in _OF_TRANSFORMERS and any(spec.startswith("attention-graph") for spec in specs)
+    """The model of a name; one that can show its attention does where one of the policies `specs` reads it."""
+    attentive = any(spec.startswith("attention-graph") for spec in specs) and "attention" in model_options(name)
     return models.load_model(name, attention="eager") if attentive else models.load_model(name)
 
 

@@ -103,6 +103,15 @@ def find_loader(spec: str) -> tuple[Callable[..., Any], tuple[str, ...], dict[st
     return loader, (rest,) if rest else (), _read_options(query, loader, kind) if query else {}
 
 
+def model_options(spec: str) -> list[str]:
+    """The options that the loader of a name takes.
+
+    Raises:
+        ValueError: as `find_loader`.
+    """
+    return list(_options_of(find_loader(spec)[0]))
+
+
 def _read_options(query: str, loader: Callable[..., Any], kind: str) -> dict[str, Any]:
     """The values of "KEY=VALUE&KEY=VALUE", read as the loader's annotations say."""
     known = _options_of(loader)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from mdmi_fast import MIBudget, MIThreshold, decode, set_num_threads
 from mdmi_fast.cache import Cache, CachedPolicy, Counts, DiskStore, MemoryStore, RedisStore
-from mdmi_fast.decoding.named import kind_of, load_decoded, load_source
+from mdmi_fast.decoding.named import load_decoded, load_source
 from mdmi_fast.decoding.policies import MISource, Policy, needs_mi, parse_policy
 from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import Selection, TokenStats
-from mdmi_fast.tasks.sudoku.boards import is_valid_board
+from mdmi_fast.tasks.base import task_of
 from mdmi_fast.watch.guard import Guard, pseudo_likelihood
 
 _MOST_POLICIES = 1000
@@ -219,8 +219,9 @@ class Engine:
 
     def _quality(self, before: Tensor, after: Tensor, visible: Tensor) -> Tensor:
         """[B] from 0 to 1, of decoded sequences."""
-        if kind_of(self.settings.model) == "sudoku":
-            return is_valid_board(after).double()
+        judge = task_of(self.settings.model).quality
+        if judge is not None:
+            return judge(after).double()
         decoded = (before == self.model.mask_token_id) & visible
         padding = None if bool(visible.all()) else visible
         return pseudo_likelihood(self.model, after, decoded, positions=2, attention_mask=padding)
