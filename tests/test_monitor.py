@@ -21,7 +21,8 @@ from mdmi_fast import EntropyBound, MIBudget, Probing, TopK, UnsupportedError, d
 from mdmi_fast.cache import Cache, CachedMI, MemoryStore
 from mdmi_fast.models.exact import JointTable
 from mdmi_fast.watch import Collector, Traced
-from mdmi_fast.watch.guard import SIGNALS, Guard, Thresholds
+from mdmi_fast.watch.guard import Guard, Thresholds
+from mdmi_fast.watch.thresholds import SIGNALS
 from tests._monitoring import (
     MONITOR,
     alert_names,

@@ -131,7 +131,7 @@ def _settings(options: argparse.Namespace) -> Any:
     from mdmi_fast.decoding import named, needs_mi
     from mdmi_fast.models.loading import find_loader
     from mdmi_fast.service.worker import Settings
-    from mdmi_fast.watch.guard import read_state
+    from mdmi_fast.watch.state import read_state
 
     writing = decoding_options(options)  # those that a policy of a file was chosen with
     settings = Settings(

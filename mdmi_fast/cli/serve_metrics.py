@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     if len(guards) < len(options.states):
         raise UsageError("two state files have the same name, by which Prometheus would have to tell them apart")
     from mdmi_fast.watch import Collector, serve
-    from mdmi_fast.watch.guard import read_state
+    from mdmi_fast.watch.state import read_state
 
     for name, path in guards.items():
         if not path.exists():  # its guard may be about to start, or the name is wrong

@@ -4,6 +4,11 @@ Each sequence belongs, by its seed, to the watched policy or to a sequential con
 The share of the watched policy is 5%, then 50%, then all but the control; it moves on when there is evidence that
 quality is not worse. Where there is evidence of harm the policy gets a tighter limit or nothing at all, and comes back
 through the same stages. Evidence is gathered one observation at a time with a known rate of false alarms (`Evidence`).
+
+    stage 5% --step--> 50% --step--> 98%          an alert halves the limit, down to an eighth, and the stage stays;
+      ^                 |             |           a cooldown without another doubles it again
+      |   cooldown      v             v
+      +------------- fallen back <----+           on *_off and on an error: everything is decoded sequentially
 """
 
 from __future__ import annotations
@@ -16,147 +21,29 @@ import sys
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, SupportsIndex, runtime_checkable
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
 from mdmi_fast.cache import describe
-from mdmi_fast.decoding.policies import MISource, Policy, Probing, Sequential, Step
+from mdmi_fast.decoding.policies import Policy, Sequential, Step
 from mdmi_fast.decoding.policies.rule import checked_pass, checked_policy, checked_selection
-from mdmi_fast.decoding.policies.sources import innermost
 from mdmi_fast.decoding.policies.step import required
 from mdmi_fast.decoding.quality import pseudo_likelihood as pseudo_likelihood  # a quality for `finish`
-from mdmi_fast.files import check_file, read_json, replace_file
+from mdmi_fast.files import check_file, replace_file
 from mdmi_fast.ops import Selection, TokenStats
-from mdmi_fast.watch.audit import AuditBlock, MovementBlock, Reveal, audit_position
+from mdmi_fast.watch.auditor import Auditor, source_of
 from mdmi_fast.watch.evidence import Evidence
-
-_LIMITS = ("gamma", "tau", "epsilon")
-"""What a policy calls its limit, if it has one."""
+from mdmi_fast.watch.limit import with_limit
+from mdmi_fast.watch.state import State, read_state
+from mdmi_fast.watch.thresholds import EVIDENCE, Thresholds
 
 _REMEMBERED = 100_000
 """Sequences whose outcome may be outstanding; the oldest beyond are forgotten and count for neither side."""
-
-SIGNALS = (
-    *("quality_alert", "quality_off", "correlation_alert", "correlation_off", "false_independence_alert"),
-    *("movement_off", "latency_alert", "error"),
-)
-"""What a guard counts alarms of."""
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """When the guard warns and when it intervenes.
-
-    Raises:
-        TypeError: for what is no number.
-        ValueError: for a number out of its range; it is named.
-
-    Attributes:
-        correlation_alert: r of predicted and probed mutual information, below which the limit is tightened; below 1.
-        correlation_off: below which decoding falls back to sequential; below 1.
-        quality_alert: drop of quality relative to the control, beyond which the limit is tightened; a share.
-        quality_off: beyond which decoding falls back; a share.
-        latency_alert: rise of seconds a sequence relative to the control, beyond which an alarm is counted.
-        false_independence_alert: share of the pairs predicted below `tau` that are probed above it, beyond which
-            the limit is tightened; above 0.
-        movement_off: slope of how marginals move on predicted mutual information (`mdmi_fast.watch.audit`), below
-            which decoding falls back; from 0 and below 1.
-        stages: shares of the sequences that the watched policy gets, one after the other.
-        tau: nats, for false independence.
-        interval: observations on average, at least, between two false alarms of a signal; above 1.
-        step_interval: the same for moving on to the next stage although quality has dropped by `quality_off`.
-        audited_positions: audits that make one observation of r, and reveals that make one of the slope.
-        cooldown: finished sequences before a fallback or a tightened limit is tried less strictly; doubled with
-            every fallback that follows, 32-fold at most.
-    """
-
-    correlation_alert: float = 0.80
-    correlation_off: float = 0.75
-    quality_alert: float = 0.01
-    quality_off: float = 0.02
-    latency_alert: float = 0.10
-    false_independence_alert: float = 0.05
-    movement_off: float = 0.5
-    stages: tuple[float, ...] = (0.05, 0.5, 0.98)
-    tau: float = 0.05
-    interval: float = 10_000.0
-    step_interval: float = 1_000.0
-    audited_positions: int = 20
-    cooldown: int = 10_000
-
-    def __post_init__(self) -> None:
-        ranges: list[tuple[str, Callable[[float], bool], str]] = [
-            ("correlation_alert", lambda x: -1 <= x < 1, "from -1 and below 1"),
-            ("correlation_off", lambda x: -1 <= x < 1, "from -1 and below 1"),
-            ("quality_alert", lambda x: 0 <= x <= 1, "from 0 to 1"),
-            ("quality_off", lambda x: 0 <= x <= 1, "from 0 to 1"),
-            ("latency_alert", lambda x: 0 <= x < math.inf, "finite and at least 0"),
-            ("false_independence_alert", lambda x: 0 < x <= 1, "above 0 and at most 1"),
-            ("movement_off", lambda x: 0 <= x < 1, "from 0 and below 1"),
-            ("tau", lambda x: 0 <= x < math.inf, "finite and at least 0"),
-            ("interval", lambda x: 1 < x < math.inf, "finite and above 1"),
-            ("step_interval", lambda x: 1 < x < math.inf, "finite and above 1"),
-        ]
-        for name, holds, expected in ranges:
-            value = check.number("Thresholds", name, getattr(self, name))
-            if not holds(value):
-                raise ValueError(f"Thresholds: {name} must be {expected}, got {value}")
-        if not isinstance(self.stages, tuple | list):
-            raise TypeError(f"Thresholds: stages must be a sequence of numbers, got {check.describe(self.stages)}")
-        if not self.stages or not all(0 < check.number("Thresholds", "stages", share) < 1 for share in self.stages):
-            raise ValueError(f"Thresholds: stages must be shares between 0 and 1, got {self.stages}")
-        check.whole("Thresholds", "audited_positions", self.audited_positions, 1)
-        check.whole("Thresholds", "cooldown", self.cooldown, 0)
-
-
-@dataclass
-class ArmTotals:
-    """What one side, the watched policy or the control, has done so far.
-
-    Attributes:
-        sequences: finished.
-        judged: of them, those whose quality was told, and `quality` the sum of theirs.
-        timed: of them, those whose seconds were told, and `seconds` the sum of theirs.
-        passes: forward passes of all.
-    """
-
-    sequences: int = 0
-    quality: float = 0.0
-    passes: int = 0
-    seconds: float = 0.0
-    judged: int = 0
-    timed: int = 0
-
-
-@dataclass
-class _State:
-    """All that a restart must not forget; what `Guard` writes to its file."""
-
-    watched: str
-    stage: int = 0
-    scale: float = 1.0
-    fallen_back: bool = False
-    reason: str = ""
-    fallbacks_in_a_row: int = 0
-    finished_since_change: int = 0
-    correlation: float | None = None
-    false_independence: float | None = None
-    calibration: list[float] = dataclasses.field(default_factory=list)
-    audits: int = 0
-    movement_slope: float | None = None
-    movement_ratio: float | None = None
-    reveals: int = 0
-    errors: int = 0
-    alarms: dict[str, int] = dataclasses.field(default_factory=dict)
-    capital: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    policy: ArmTotals = dataclasses.field(default_factory=ArmTotals)
-    control: ArmTotals = dataclasses.field(default_factory=ArmTotals)
 
 
 class Guard:
@@ -227,28 +114,25 @@ class Guard:
         self.took = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._arms: OrderedDict[int, bool | None] = OrderedDict()
         self._waiting: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-        self._block = AuditBlock()
-        self._reveal: Reveal | None = None
-        self._movement = MovementBlock()
-        self._tightened = self._with_limit(self.state.scale)
-        limits = self.thresholds
-        upper = {
-            "quality_alert": 1.0,
-            "quality_off": 1.0,
-            "correlation_alert": 1.0 - limits.correlation_alert,
-            "correlation_off": 1.0 - limits.correlation_off,
-            "false_independence_alert": limits.false_independence_alert,
-            "movement_off": 1.0 - limits.movement_off,
-            "latency_alert": 1.0,
-            "step": 1.0,
+        self._auditor = Auditor(
+            source_of(policy), self.thresholds.audited_positions, self._random, self.state.audits, self.state.reveals
+        )
+        self._tightened = with_limit(self.policy, self.state.scale)
+        acts = {
+            "count": self._count,
+            "tighten": self._tighten,
+            "fall back": self._fall_back,
+            "next stage": self._next_stage,
         }
+        self._act = {signal.name: acts[signal.leads_to] for signal in EVIDENCE}
+        limits = self.thresholds
         self._evidence = {
-            name: Evidence(
-                upper=most,
-                interval=limits.step_interval if name == "step" else limits.interval,
-                capital=self.state.capital.get(name),
+            signal.name: Evidence(
+                upper=signal.upper(limits),
+                interval=limits.step_interval if signal.leads_to == "next stage" else limits.interval,
+                capital=self.state.capital.get(signal.name),
             )
-            for name, most in upper.items()
+            for signal in EVIDENCE
         }
 
     def __repr__(self) -> str:
@@ -345,12 +229,12 @@ class Guard:
             with replace_file(self._path) as temporary:
                 temporary.write_text(json.dumps(self.report(), indent=1) + "\n")
 
-    def _load(self, watched: str) -> _State:
+    def _load(self, watched: str) -> State:
         if self._path is None or not self._path.exists():
-            return _State(watched)
+            return State(watched)
         state, _ = read_state(self._path)
         if state.watched != watched:
-            return _State(watched)
+            return State(watched)
         if not 0 <= state.stage < len(self.thresholds.stages):
             raise ValueError(f"{self._path}: not the state of a guard: there is no stage {state.stage}")
         return state
@@ -373,86 +257,55 @@ class Guard:
         )
         self._waiting = {True: [], False: []}
         limits = self.thresholds
-        if self._evidence["step"].add((1 - limits.quality_off) * theirs - ours):
-            self._next_stage()
+        self._observe("step", (1 - limits.quality_off) * theirs - ours)
         allowed = (1 + limits.latency_alert) * their_seconds
-        if our_seconds + allowed > 0 and self._evidence["latency_alert"].add(
-            (allowed - our_seconds) / (allowed + our_seconds)
-        ):
-            self._count("latency_alert")
-        if self._evidence["quality_off"].add(ours - (1 - limits.quality_off) * theirs):
-            self._fall_back("quality_off")
-        elif self._evidence["quality_alert"].add(ours - (1 - limits.quality_alert) * theirs):
-            self._tighten("quality_alert")
+        if our_seconds + allowed > 0:
+            self._observe("latency_alert", (allowed - our_seconds) / (allowed + our_seconds))
+        if not self._observe("quality_off", ours - (1 - limits.quality_off) * theirs):
+            self._observe("quality_alert", ours - (1 - limits.quality_alert) * theirs)
 
     def _audit(self, hidden: Tensor, mask: Tensor, step: Step) -> None:
-        source = _source_of(self.policy)
-        rows = (mask.sum(dim=-1) >= 2).nonzero().squeeze(-1).tolist()
-        if source is None or step.model is None or not rows:
-            return
-        row = self._random.choice(rows)
-        position = self._random.choice(mask[row].nonzero().squeeze(-1).tolist())
         try:
-            self._block.add(*audit_position(source, hidden, mask, step, row, position))
+            block = self._auditor.audit(hidden, mask, step)
         except Exception as error:
             self._failed(error)
             return
-        self.state.audits += 1
-        if self._block.positions < self.thresholds.audited_positions:
-            return
-        block, self._block = self._block, AuditBlock()
-        r = block.correlation()
-        if r is None or math.isnan(r):
+        self.state.audits = self._auditor.audits
+        r = None if block is None else block.correlation()
+        if block is None or r is None or math.isnan(r):
             return
         limits, state = self.thresholds, self.state
         state.correlation, state.calibration = r, block.calibration()
         state.false_independence = block.false_independence(limits.tau)
-        if self._evidence["correlation_off"].add(r - limits.correlation_off):
-            self._fall_back("correlation_off")
-        elif self._evidence["correlation_alert"].add(r - limits.correlation_alert):
-            self._tighten("correlation_alert")
-        elif state.false_independence is not None and self._evidence["false_independence_alert"].add(
-            limits.false_independence_alert - state.false_independence
-        ):
-            self._tighten("false_independence_alert")
+        if self._observe("correlation_off", r - limits.correlation_off):
+            return
+        if self._observe("correlation_alert", r - limits.correlation_alert):
+            return
+        if state.false_independence is not None:
+            self._observe("false_independence_alert", limits.false_independence_alert - state.false_independence)
 
     def _await_movement(self, hidden: Tensor, mask: Tensor, step: Step, selected: Tensor) -> None:
-        """Keep one of the positions that are unmasked alone in their sequence for a look at the next pass."""
-        source = _source_of(self.policy)
-        if source is None or not step.sampled or step.model is None or step.tokens is None or step.logits is None:
-            return
-        if isinstance(innermost(source), Probing):
-            return
-        alone = (selected.sum(dim=-1) == 1) & (mask.sum(dim=-1) >= 3)  # two pairs at least: a slope needs them
-        rows = alone.nonzero().squeeze(-1).tolist()
-        if not rows:
-            return
-        row = self._random.choice(rows)
-        position = int(selected[row].nonzero())
         try:
-            self._reveal = Reveal.of(source, hidden, mask, step, row, position, self._random)
+            self._auditor.await_movement(hidden, mask, step, selected)
         except Exception as error:
             self._failed(error)
 
     def _see_movement(self, step: Step) -> None:
-        reveal, self._reveal = self._reveal, None
-        if reveal is None or step.model is None or step.tokens is None or step.logits is None:
-            return
-        moved = reveal.moved(step, step.model.mask_token_id)
-        if moved is None:
-            return
-        self._movement.add(reveal.predicted, moved)
-        self.state.reveals += 1
-        if self._movement.reveals < self.thresholds.audited_positions:
-            return
-        block, self._movement = self._movement, MovementBlock()
-        slope, limits = block.slope(), self.thresholds
-        if slope is None:
+        block = self._auditor.see_movement(step)
+        self.state.reveals = self._auditor.reveals
+        slope = None if block is None else block.slope()
+        if block is None or slope is None:
             return
         self.state.movement_slope, self.state.movement_ratio = slope, block.ratio()
         # A slope above 1 is chance, or predictions that are too low: neither makes up for others below.
-        if self._evidence["movement_off"].add(min(slope, 1.0) - limits.movement_off):
-            self._fall_back("movement_off")
+        self._observe("movement_off", min(slope, 1.0) - self.thresholds.movement_off)
+
+    def _observe(self, name: str, value: float) -> bool:
+        """One observation of a signal; whether there is evidence now, which the guard has acted on."""
+        if not self._evidence[name].add(value):
+            return False
+        self._act[name](name)
+        return True
 
     def _count(self, alarm: str) -> None:
         self.state.alarms[alarm] = self.state.alarms.get(alarm, 0) + 1
@@ -461,10 +314,10 @@ class Guard:
         self.state.reason, self.state.finished_since_change = reason, 0
         self._waiting = {True: [], False: []}
 
-    def _next_stage(self) -> None:
+    def _next_stage(self, reason: str) -> None:
         if self.state.stage + 1 < len(self.thresholds.stages):
             self.state.stage += 1
-            self._changed("step")
+            self._changed(reason)
         else:
             self.state.fallbacks_in_a_row = 0
 
@@ -472,7 +325,7 @@ class Guard:
         """Halve the policy's limit, at most three times."""
         self._count(alarm)
         tighter = self.state.scale / 2
-        if not self.state.fallen_back and tighter >= 1 / 8 and self._with_limit(tighter) is not self.policy:
+        if not self.state.fallen_back and tighter >= 1 / 8 and with_limit(self.policy, tighter) is not self.policy:
             self._use_scale(tighter)
             self._changed(alarm)
 
@@ -518,76 +371,12 @@ class Guard:
 
     def _use_scale(self, scale: float) -> None:
         self.state.scale = scale
-        self._tightened = self._with_limit(scale)
-
-    def _with_limit(self, scale: float) -> Policy:
-        """The policy with its limit times `scale`; itself where it has none, or scale is 1."""
-        policy: Any = self.policy
-        name = next((name for name in _LIMITS if hasattr(policy, name)), None)
-        if name is not None and scale != 1:
-            policy = dataclasses.replace(policy, **{name: _scaled(getattr(policy, name), scale)})
-        return policy  # type: ignore[no-any-return]
-
-
-def read_state(path: Path) -> tuple[_State, float]:
-    """What a guard wrote to its file: its state and the share of the watched policy.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not the state of a guard; the file is named.
-    """
-    held = read_json(path, "not the state of a guard")
-    try:
-        share = held.pop("share")
-        for side in ("policy", "control"):
-            totals = ArmTotals(**held[side])
-            if "judged" not in held[side]:  # an older version's, which took for granted that all were told or none
-                totals.judged = totals.sequences if totals.quality else 0
-                totals.timed = totals.sequences if totals.seconds else 0
-            held[side] = totals
-        state = _State(**held)
-        check.whole("state", "stage", state.stage, 0)
-        if not isinstance(state.fallen_back, bool):
-            raise TypeError(f"state: fallen_back must be true or false, got {state.fallen_back!r}")
-        counts = [share, state.scale, state.audits, state.reveals, state.errors, *state.alarms.values()]
-        counts += [state.fallbacks_in_a_row, state.finished_since_change]
-        counts += [*vars(state.policy).values(), *vars(state.control).values()]
-        found = [state.correlation, state.false_independence, state.movement_slope, state.movement_ratio]
-        # Nothing may have been found yet, and the calibration of a bin that nothing fell into is NaN.
-        known = [number for number in found if number is not None] + [x for x in state.calibration if x == x]
-        for number in counts + known:
-            check.number("state", "each number", number)
-        for capital in state.capital.values():
-            Evidence(upper=1.0, interval=2.0, capital=[check.number("state", "capital", held) for held in capital])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not the state of a guard: {error}") from error
-    return state, share
-
-
-@runtime_checkable
-class _PairPolicy(Protocol):
-    """A policy that asks a source of mutual information."""
-
-    @property
-    def mi(self) -> MISource: ...
-
-
-def _source_of(policy: Policy) -> MISource | None:
-    """The source of mutual information that a policy asks; None where it asks none."""
-    return policy.mi if isinstance(policy, _PairPolicy) else None
+        self._tightened = with_limit(self.policy, scale)
 
 
 def _uniform_of(seed: int) -> float:
     """A number in [0, 1) for a seed, that has nothing to do with what `decode` draws from it."""
     return random.Random(f"guard {seed}").random()
-
-
-def _scaled(limit: Any, scale: float) -> Any:
-    """A limit times a number: itself a number or a tensor, or a schedule of numbers."""
-    if dataclasses.is_dataclass(limit) and not isinstance(limit, type):
-        fields = {field.name: scale * getattr(limit, field.name) for field in dataclasses.fields(limit)}
-        return dataclasses.replace(limit, **fields)
-    return scale * limit
 
 
 def _numbers(

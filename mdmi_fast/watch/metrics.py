@@ -10,7 +10,9 @@ from typing import Any, Protocol
 from mdmi_fast.cache import Counts
 from mdmi_fast.errors import require
 from mdmi_fast.watch.audit import CALIBRATION_EDGES
-from mdmi_fast.watch.guard import SIGNALS, Guard, read_state
+from mdmi_fast.watch.guard import Guard
+from mdmi_fast.watch.state import read_state
+from mdmi_fast.watch.thresholds import SIGNALS
 
 
 class Counted(Protocol):
@@ -116,7 +118,7 @@ class Collector:
     def _of_caches(self) -> Iterator[Any]:
         counts = {(name, store): held for name, cache in self._caches.items() for store, held in cache.counts.items()}
         requests = {
-            (*labels, result): getattr(held, field)
+            (*labels, result): vars(held)[field]
             for labels, held in counts.items()
             for result, field in (("hit", "hits"), ("miss", "misses"), ("corrupt", "corrupt"))
         }
@@ -127,7 +129,7 @@ class Collector:
             ("mdmi_cache_written_bytes", "Bytes of entries stored.", "written_bytes"),
             ("mdmi_cache_seconds", "Seconds spent in stores.", "seconds"),
         ]:
-            values = {labels: getattr(held, field) for labels, held in counts.items()}
+            values = {labels: vars(held)[field] for labels, held in counts.items()}
             yield self._counter(name, text, ["cache", "store"], values)
 
     def _gauge(self, name: str, text: str, labels: list[str], values: Mapping[Any, float]) -> Any:
