@@ -250,8 +250,7 @@ def test_marginals_join_the_state(marginals: Marginals, fields: int) -> None:
 def test_a_step_with_statistics_gives_the_marginals() -> None:
     estimator, (hidden, mask) = make("concat", marginals="summary"), batch()
     stats = ops.token_stats(torch.randn(*mask.shape, 5))
-    step = Step(3)
-    step.stats = stats  # type: ignore[attr-defined]
+    step = Step(3, stats=stats)
     assert estimator.needs_step
     assert not make("concat").needs_step
     assert predict(estimator, hidden, mask, step).equal(predict(estimator, hidden, mask, stats))

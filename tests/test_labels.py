@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mdmi_fast import label_mi
 from mdmi_fast.labels import FORMS, Form, masked_pairs, probe_mi
-from mdmi_fast.labels.plan import Directions
+from mdmi_fast.labels.options import Directions
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable, MarkovChain, PottsModel, xor_triple
 from mdmi_fast.tasks.sudoku.model import SudokuModel, load_model

@@ -63,7 +63,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         options = _parser().parse_args(arguments)
         command = f"mdmi-fast {options.command}"
-        if getattr(options, "threads", None):
+        if vars(options).get("threads"):
             _set_threads(options.threads)
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

@@ -66,6 +66,15 @@ def add(subparsers: Any) -> None:
         metavar="FOLDER",
         help="with --from: labels from before, mixed in one to one so that it does not forget",
     )
+    _add_network(parser)
+    _add_fitting(parser)
+    parser.add_argument("--device", metavar="D", help="such as cuda, where products are in bfloat16 (default: cpu)")
+    add_seed(parser, of="weights, split and order")
+    add_threads(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--architecture",
         choices=("general", *registered("mdmi_fast.estimators")),
@@ -88,6 +97,9 @@ def add(subparsers: Any) -> None:
     general.add_argument(
         "--weighted-layers", type=positive, metavar="L", help="learn weights over L joined layers (default: 1)"
     )
+
+
+def _add_fitting(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--epochs", type=positive, default=20, metavar="N", help="at most (default: 20)")
     parser.add_argument("--lr", type=amount, default=1e-3, metavar="RATE", help="learning rate (default: 0.001)")
     parser.add_argument("--weight-decay", type=amount, default=1e-3, metavar="X", help="of AdamW (default: 0.001)")
@@ -113,10 +125,6 @@ def add(subparsers: Any) -> None:
         metavar="N",
         help="epochs without a better r before it stops (default: 5)",
     )
-    parser.add_argument("--device", metavar="D", help="such as cuda, where products are in bfloat16 (default: cpu)")
-    add_seed(parser, of="weights, split and order")
-    add_threads(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mdmi_fast.cli._errors import InputError, UsageError
 from mdmi_fast.cli._options import (
     DATA_HELP,
+    PolicySpec,
     add_decoding,
     add_model,
     add_threads,
@@ -103,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
     from mdmi_fast.cli._progress import bar
     from mdmi_fast.cli._sequences import read_sequences
     from mdmi_fast.decoding import needs_mi
-    from mdmi_fast.decoding.calibrate import candidates, choose, frontier, one_sided, save_choice, tune
+    from mdmi_fast.decoding.calibrate import candidates, choose, tune
     from mdmi_fast.decoding.vocabulary import with_stops
     from mdmi_fast.estimator.loading import has_estimator
 
@@ -117,12 +118,12 @@ def run(options: argparse.Namespace) -> int:
     tokens, attention_mask = _padded(to_do, model)
     name = options.quality or ("valid" if task_of(options.model).quality is not None else "pseudo-likelihood")
     unit: Unit = "nats a token" if name == "pseudo-likelihood" else "share"
-    if options.target.loss is not None and options.target.unit != unit:
-        instead = "'at most 0.05 nats loss'" if name == "pseudo-likelihood" else "'at most 1% loss'"
-        raise UsageError(f"--target: a loss of {name} is in {unit}: write such as {instead}")
+    _check_unit(options.target, name, unit)
     has_mi = options.estimator is not None or has_estimator(options.model)
     specs = options.policies or candidates(mi=has_mi, sampling=options.temperature > 0)
-    estimator = options.estimator or next(filter(None, (getattr(spec, "estimator", None) for spec in specs)), None)
+    estimator = options.estimator or next(
+        filter(None, (spec.estimator for spec in specs if isinstance(spec, PolicySpec))), None
+    )
     mi = load_source(estimator, model, name=options.model) if any(map(needs_mi, specs)) else None
     judge = with_stops(model, options.stop, options.suppress)
     quality = _quality(name, judge, to_do, attention_mask, task_of(options.model))
@@ -145,12 +146,7 @@ def run(options: argparse.Namespace) -> int:
             tried.append(one)
             progress.write(_row(one), end="\n")
             progress.update(1)
-    print("\nfrontier, no policy needs fewer passes without losing more:")
-    print("\n".join(_row(one) for one in frontier(tried)))
-    alone = one_sided(tried, options.target)
-    if alone:
-        print("\non one side of the target only:")
-        print("\n".join(f"{rule}: {reason}" for rule, reason in alone.items()))
+    _print_frontier(tried, options.target)
     chosen = choose(tried, options.target)
     if chosen is None:
         print("\nno policy meets the target")
@@ -159,17 +155,42 @@ def run(options: argparse.Namespace) -> int:
     if not chosen.surely_meets(options.target):
         print(_warning(chosen, choose(tried, options.target, surely=True), options.target))
     if options.out is not None:
-        save_choice(
-            options.out,
-            chosen,
-            model=options.model,
-            estimator=estimator,
-            options=writing_options(options),
-            target=options.target._asdict(),
-            quality=name,
-            surely_meets_target=chosen.surely_meets(options.target),
-        )
+        _save(options, chosen, estimator, name)
     return 0
+
+
+def _save(options: argparse.Namespace, chosen: Tried, estimator: str | None, quality: str) -> None:
+    from mdmi_fast.decoding.calibrate import save_choice
+
+    save_choice(
+        options.out,
+        chosen,
+        model=options.model,
+        estimator=estimator,
+        options=writing_options(options),
+        target=options.target._asdict(),
+        quality=quality,
+        surely_meets_target=chosen.surely_meets(options.target),
+    )
+
+
+def _check_unit(target: Target, quality: str, unit: Unit) -> None:
+    """A loss can be asked for in the unit of the quality only."""
+    if target.loss is not None and target.unit != unit:
+        instead = "'at most 0.05 nats loss'" if quality == "pseudo-likelihood" else "'at most 1% loss'"
+        raise UsageError(f"--target: a loss of {quality} is in {unit}: write such as {instead}")
+
+
+def _print_frontier(tried: Sequence[Tried], target: Target) -> None:
+    """The policies that no other beats, and the rules whose settings all lie on one side of the target."""
+    from mdmi_fast.decoding.calibrate import frontier, one_sided
+
+    print("\nfrontier, no policy needs fewer passes without losing more:")
+    print("\n".join(_row(one) for one in frontier(tried)))
+    alone = one_sided(tried, target)
+    if alone:
+        print("\non one side of the target only:")
+        print("\n".join(f"{rule}: {reason}" for rule, reason in alone.items()))
 
 
 def _header(unit: Unit) -> str:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.estimator.data import Batch, Example, Labels, device_of, examples, read_batch
+from mdmi_fast.estimator.ranks import correlation, fitted, ranks, row_ranks, share
 from mdmi_fast.estimator.scorer import PairScorer
 from mdmi_fast.estimator.seen import SeenStates, fingerprints, padding_of
 from mdmi_fast.models import MaskedModel
@@ -235,7 +237,7 @@ def judged_states(
         all_states: leave none out.
     """
     states = examples(labels)
-    seen: SeenStates = getattr(estimator, "seen", None) or SeenStates.none(complete=False)
+    seen: SeenStates = check.attribute(estimator, "seen") or SeenStates.none(complete=False)
     marks = fingerprints(states, padding_of(model))
     trained, held_out = torch.isin(marks, seen.trained), torch.isin(marks, seen.held_out)
     kept = torch.full_like(trained, True) if all_states else ~trained
@@ -319,9 +321,9 @@ def _collect(
     for name in sources:
         p = torch.cat(values[name]).double()
         if name in BASELINES:
-            p = _fitted(p, a)
+            p = fitted(p, a)
         rank_sum, ranked, hits, dependent = torch.stack(partners[name]).sum(0).tolist()
-        reports[name] = _report(p, a, ratio, some, tau, _share(rank_sum, ranked), _share(hits, dependent), told)
+        reports[name] = _report(p, a, ratio, some, tau, share(rank_sum, ranked), share(hits, dependent), told)
     judged = torch.cat(values[next(iter(sources))]).double()
     return reports, torch.stack([judged[some], a[some]], 1)
 
@@ -346,12 +348,12 @@ def _report(
     for low, high in pairwise(RATIOS):
         inside = (ratio >= low) & ((ratio < high) | (high == RATIOS[-1]))
         sampled = some[inside[some]]
-        spearman = correlation(_ranks(p[sampled]), _ranks(a[sampled]))
+        spearman = correlation(ranks(p[sampled]), ranks(a[sampled]))
         by_ratio.append(MaskRatio(low, high, int(inside.sum()), correlation(p[inside], a[inside]), spearman))
     return PairReport(
         pairs=len(p),
         pearson=correlation(p, a),
-        spearman=correlation(_ranks(p[some]), _ranks(a[some])),
+        spearman=correlation(ranks(p[some]), ranks(a[some])),
         mean_absolute_error=float(error.mean()),
         calibration=calibration,
         tau=tau,
@@ -370,8 +372,8 @@ def _report(
 def _independence(p: Tensor, a: Tensor, tau: float) -> Independence:
     called, independent = p < tau, a < tau
     right = float((called & independent).sum())
-    precision = _share(right, float(called.sum()))
-    return Independence(tau, precision, _share(right, float(independent.sum())), 1.0 - precision)
+    precision = share(right, float(called.sum()))
+    return Independence(tau, precision, share(right, float(independent.sum())), 1.0 - precision)
 
 
 def _safe_tau(by_tau: tuple[Independence, ...]) -> float:
@@ -382,7 +384,7 @@ def _safe_tau(by_tau: tuple[Independence, ...]) -> float:
 def _partners(predicted: Tensor, batch: Batch, tau: float) -> Tensor:
     """[4] float64: the sum of the positions' rank correlations, how many have one; strongest partners found, and asked for."""
     pairs, mi = batch.pairs, batch.mi
-    x, y = (_row_ranks(z, pairs) for z in (predicted, mi))
+    x, y = (row_ranks(z, pairs) for z in (predicted, mi))
     count = pairs.sum(-1, keepdim=True).clamp(min=1)
     x, y = ((z - z.sum(-1, keepdim=True) / count).masked_fill(~pairs, 0.0) for z in (x, y))
     scale = x.norm(dim=-1) * y.norm(dim=-1)
@@ -393,37 +395,3 @@ def _partners(predicted: Tensor, batch: Batch, tau: float) -> Tensor:
     found = predicted.masked_fill(~pairs, -torch.inf).argmax(-1) == strongest.indices
     sums = (correlations.sum(), ranked.sum(), (found & asked).sum(), asked.sum())
     return torch.stack([value.double() for value in sums]).cpu()
-
-
-def _row_ranks(x: Tensor, pairs: Tensor) -> Tensor:
-    """Ranks along the last axis among the entries of `pairs`, ties at their mean; 0 elsewhere."""
-    x = x.masked_fill(~pairs, torch.inf).contiguous()
-    ordered = x.sort(-1).values
-    ranks = torch.searchsorted(ordered, x) + torch.searchsorted(ordered, x, right=True)
-    return (ranks.double() / 2).masked_fill(~pairs, 0.0)
-
-
-def _fitted(x: Tensor, a: Tensor) -> Tensor:
-    """a + b x of least squared distance to the labels, b >= 0."""
-    spread = x - x.mean()
-    slope = float(spread @ (a - a.mean())) / max(float(spread @ spread), 1e-30)
-    return a.mean() + max(slope, 0.0) * spread
-
-
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
-
-
-def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's r of two float64 vectors; NaN where one is constant or empty."""
-    if len(x) == 0 or any(bool((z == z[0]).all()) for z in (x, y)):
-        return float("nan")
-    x, y = x - x.mean(), y - y.mean()
-    return float((x @ y) / (x.norm() * y.norm()))
-
-
-def _ranks(x: Tensor) -> Tensor:
-    """Ranks with ties at their mean."""
-    _, inverse, counts = x.unique(return_inverse=True, return_counts=True)
-    ranks: Tensor = (counts.cumsum(0).double() - (counts - 1) / 2)[inverse]
-    return ranks

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.estimator.layers import Head, PackedHead
 from mdmi_fast.estimator.seen import SeenStates
@@ -254,7 +255,8 @@ class PairScorer(nn.Module):
     def _marginals(self, stats: ops.TokenStats | int | None) -> ops.TokenStats | None:
         if not self.needs_stats:
             return None
-        stats = getattr(stats, "stats", stats)
+        if not isinstance(stats, ops.TokenStats):
+            stats = check.attribute(stats, "stats")
         if not isinstance(stats, ops.TokenStats):
             raise TypeError(
                 f"{type(self).__name__}: reads the marginals too: stats must be ops.token_stats(logits) or a Step with "

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
+
 if TYPE_CHECKING:
     from mdmi_fast.estimator.data import Example
 
@@ -81,7 +83,7 @@ def fingerprints(states: Iterable[Example], pad: int | None) -> Tensor:
 
 def padding_of(model: object) -> int | None:
     """The padding token of a model that names one."""
-    pad: int | None = getattr(model, "pad_token_id", None)
+    pad: int | None = check.attribute(model, "pad_token_id")
     return pad
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast.estimator.data import Example, examples
 from mdmi_fast.labels import Form, LabelSet, label_mi
 from mdmi_fast.models import MaskedModel
@@ -123,7 +124,7 @@ def _free(model: MaskedModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
     known = tokens.masked_fill(masked, 0)
     # A visible token that the model would never write (start, end, padding) is part of the form, not of the text.
     form = logits.gather(-1, known.unsqueeze(-1)).squeeze(-1) == -torch.inf
-    form |= tokens == getattr(model, "pad_token_id", None)
+    form |= tokens == check.attribute(model, "pad_token_id")
     places = (~(form & ~masked)).all(0).nonzero().flatten()
     if len(places) < 4:
         raise ValueError(f"splits: states must have at least four positions that are free in all, got {len(places)}")

@@ -2,10 +2,11 @@
 
 from mdmi_fast.labels.aggregate import aggregate_mi
 from mdmi_fast.labels.masking import FixedShare, Masking, Trajectory, UniformShare
-from mdmi_fast.labels.plan import FORMS, Form
+from mdmi_fast.labels.options import FORMS, Form
 from mdmi_fast.labels.probe import label_mi, probe_mi
 from mdmi_fast.labels.results import MILabels, Probe, masked_pairs
-from mdmi_fast.labels.store import LabelledState, LabelSet, SequenceError, read_labels, stream_labels, write_labels
+from mdmi_fast.labels.shards import LabelledState
+from mdmi_fast.labels.store import LabelSet, SequenceError, read_labels, stream_labels, write_labels
 
 __all__ = [
     "FORMS",

@@ -34,15 +34,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Form = Literal["joint", "entropy", "kl"]
-FORMS: tuple[Form, ...] = get_args(Form)
-Directions = Literal["both", "one"]
+from mdmi_fast.labels.options import FORMS, Form, ProbeOptions
 
 
 class Plan(NamedTuple):
@@ -76,11 +74,7 @@ def make_plan(
     pairs: Tensor,
     *,
     visible: Tensor | None,
-    forms: Sequence[Form],
-    epsilon: float,
-    directions: Directions,
-    samples: int | None,
-    seed: int,
+    options: ProbeOptions,
     interchangeable: Sequence[int],
 ) -> Plan:
     """Find the fewest probes that keep every form asked for within epsilon of full probing, as the module's text proves.
@@ -91,11 +85,8 @@ def make_plan(
         mask: [B, N] bool.
         pairs: [B, N, N] bool, symmetric: the pairs wanted, both ends masked.
         visible: [B, N] bool, False at padding; None: no padding.
-        forms: whose error must be within epsilon.
-        epsilon: nats.
-        directions: "both" ends of a pair, or "one".
-        samples: draw so many values of a position that needs more; None: never.
-        seed: of what is drawn, together with the sequence itself: nothing depends on the batch or on padding.
+        options: the forms whose error must be within epsilon, the directions of a pair, and what is drawn: from the seed and the
+            sequence itself, so that nothing depends on the batch or on padding.
         interchangeable: tokens whose relabelling relabels the model's answer.
     """
     logp = base.double().log_softmax(dim=-1).masked_fill(~mask.unsqueeze(-1), 0.0)  # what is visible may be NaN
@@ -103,11 +94,11 @@ def make_plan(
     ordered, order = p.sort(dim=-1, descending=True, stable=True)
     outside = _outside(ordered, (-logp).amax(dim=-1))
     needed = torch.zeros_like(mask, dtype=torch.int64)
-    for form in forms:
-        needed = needed.maximum(outside.needed(form, pairs, epsilon))
+    for form in options.forms:
+        needed = needed.maximum(outside.needed(form, pairs, options.epsilon))
     needed = needed.masked_fill(~pairs.any(dim=-1), 0)
     known = mask
-    if directions == "one":
+    if options.directions == "one":
         asking = needed > 0
         known = mask & ~_independent(pairs & asking.unsqueeze(-1) & asking.unsqueeze(-2), asking, needed)
         needed = needed.masked_fill(~known, 0)
@@ -115,9 +106,9 @@ def make_plan(
     rank = torch.empty_like(order).scatter_(-1, order, torch.arange(p.shape[-1], device=p.device).expand_as(order))
     weights = p * (rank < needed.unsqueeze(-1))
     drawn = torch.zeros_like(mask)
-    if samples is not None:
-        drawn = needed > samples
-        weights = _draw(p, tokens, visible, samples, seed).where(drawn.unsqueeze(-1), weights)
+    if options.samples is not None:
+        drawn = needed > options.samples
+        weights = _draw(p, tokens, visible, options.samples, options.seed).where(drawn.unsqueeze(-1), weights)
     values = weights > 0
     weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
 
@@ -127,7 +118,7 @@ def make_plan(
     twin = _twins(tokens, p.shape[-1], interchangeable)
     probes = torch.zeros_like(order).scatter_add_(-1, twin.unsqueeze(1).expand_as(order), values.long()) > 0
     kept = kept.masked_fill(drawn, 1.0)
-    draws = drawn * (samples or 0)
+    draws = drawn * (options.samples or 0)
     return Plan(values, weights, kept, probes, twin, known, draws, {form: each.float() for form, each in error.items()})
 
 

@@ -14,8 +14,8 @@ is decided, with proof, in `plan`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from torch import Tensor
 from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.labels.forward import Forward, Precision
-from mdmi_fast.labels.plan import FORMS, Directions, Form, Plan, make_plan
+from mdmi_fast.labels.options import FORMS, Directions, Form, ProbeOptions
+from mdmi_fast.labels.plan import Plan, make_plan
 from mdmi_fast.labels.readings import Group, Reading, read, read_in_pieces, read_sample
 from mdmi_fast.labels.results import MILabels, Probe, join, masked_pairs
 from mdmi_fast.models import MaskedModel, MaskedOutput
@@ -168,12 +169,9 @@ def probe_mi(
         TypeError: for arguments or an answer of the model of another kind.
         ValueError: for arguments that do not fit, or a model whose answer does not fit or is NaN.
     """
-    _check(tokens, mask, attention_mask, pairs, forms, directions, precision)
-    check.at_least("probe_mi", "epsilon", epsilon, 0.0)
-    check.whole("probe_mi", "seed", seed, -(2**63))
-    for name, number, least in (("window", window, 0), ("samples", samples, 2), ("batch_size", batch_size, 1)):
-        if number is not None or name == "batch_size":
-            check.whole("probe_mi", name, number, least)
+    _check(tokens, mask, attention_mask, pairs)
+    options = ProbeOptions(forms, epsilon, directions, window, samples, seed, precision)
+    check.whole("probe_mi", "batch_size", batch_size, 1)
     if progress is not None and not callable(progress):
         raise TypeError(f"probe_mi: progress must be a function, got {check.describe(progress)}")
     forward = model if isinstance(model, Forward) else Forward(model, batch_size * tokens.shape[1], precision)
@@ -186,15 +184,12 @@ def probe_mi(
         mask = mask & attention_mask
     tokens = tokens.masked_fill(mask, mask_token)
     wanted = masked_pairs(mask)
-    if window is not None:
-        window = min(window, tokens.shape[1])
+    options = options.fitted(tokens.shape[1], forward.model.vocab_size)
+    if options.window is not None:
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        wanted &= (place.unsqueeze(-1) - place).abs() <= window
+        wanted &= (place.unsqueeze(-1) - place).abs() <= options.window
     if pairs is not None:
         wanted &= pairs
-    # No position has more values than the vocabulary: from there on nothing is ever drawn.
-    draws = None if samples is None else min(samples, forward.model.vocab_size)
-    settings = _Settings(tuple(form for form in FORMS if form in forms), epsilon, directions, draws, seed, window)
     parts: list[Probe] = []
     done = 0
     while done < len(tokens) or not parts:
@@ -203,24 +198,13 @@ def probe_mi(
         with torch.no_grad():
             try:
                 base = forward(state.tokens, state.attention_mask)
-                entropy, plan = _plan(forward, state, base.logits, settings, first=done)
+                entropy, plan = _plan(forward, state, base.logits, options, first=done)
             except torch.OutOfMemoryError:
                 forward.shrink(len(state.tokens), tokens.shape[1])
                 continue
-            parts.append(_probe(forward, state, base, entropy, plan, settings, progress, first=done))
+            parts.append(_probe(forward, state, base, entropy, plan, options, progress, first=done))
         done += max(1, len(state.tokens))
     return join(parts)
-
-
-class _Settings(NamedTuple):
-    """What of `probe_mi`'s arguments is the same for all sequences."""
-
-    forms: tuple[Form, ...]
-    epsilon: float
-    directions: Directions
-    samples: int | None
-    seed: int
-    window: int | None
 
 
 class _State(NamedTuple):
@@ -232,7 +216,7 @@ class _State(NamedTuple):
     attention_mask: Tensor | None
 
 
-def _plan(forward: Forward, state: _State, base: Tensor, settings: _Settings, *, first: int) -> tuple[Tensor, Plan]:
+def _plan(forward: Forward, state: _State, base: Tensor, options: ProbeOptions, *, first: int) -> tuple[Tensor, Plan]:
     """Entropies [B, N] of the base pass, and what to probe; `first` is the number of the first sequence, for messages."""
     entropy = ops.entropy(base).masked_fill(~state.mask, 0.0)
     _refuse_nan(entropy, first)
@@ -244,11 +228,7 @@ def _plan(forward: Forward, state: _State, base: Tensor, settings: _Settings, *,
         state.mask,
         state.pairs,
         visible=state.attention_mask,
-        forms=settings.forms,
-        epsilon=settings.epsilon,
-        directions=settings.directions,
-        samples=settings.samples,
-        seed=settings.seed,
+        options=options,
         interchangeable=alike,
     )
     return entropy, plan
@@ -260,7 +240,7 @@ def _probe(
     base: MaskedOutput,
     entropy: Tensor,
     plan: Plan,
-    settings: _Settings,
+    options: ProbeOptions,
     progress: Callable[[int], None] | None,
     *,
     first: int,
@@ -270,31 +250,31 @@ def _probe(
     if progress is not None:
         progress(len(tokens))
     shape = state.pairs.shape
-    directed = {form: torch.zeros(shape, dtype=torch.float32, device=tokens.device) for form in settings.forms}
-    spread = {form: torch.zeros(shape, dtype=torch.float32, device=tokens.device) for form in settings.forms}
+    directed = {form: torch.zeros(shape, dtype=torch.float32, device=tokens.device) for form in options.forms}
+    spread = {form: torch.zeros(shape, dtype=torch.float32, device=tokens.device) for form in options.forms}
     groups = _groups(plan)
     done = 0
     while done < len(groups):
         most = forward.batch_size(tokens.shape[1])
         batch = _fill(groups[done:], most)
         try:
-            found = _run(forward, state, base.logits, entropy, batch, settings)
+            found = _run(forward, state, base.logits, entropy, batch, options)
         except torch.OutOfMemoryError:
             forward.shrink(min(most, sum(len(group.probes) for group in batch)), tokens.shape[1])
             continue
         for group, columns, values, errors in found:
-            for form in settings.forms:
+            for form in options.forms:
                 directed[form][group.row, group.position, columns] = values[form]
                 if errors is not None:
                     spread[form][group.row, group.position, columns] = errors[form]
         if progress is not None:
             progress(sum(len(group.probes) for group in batch))
         done += len(batch)
-    for form in settings.forms:
+    for form in options.forms:
         for matrix in (directed[form], spread[form]):
             _refuse_nan(matrix.masked_fill_(~state.pairs, 0.0), first)
     passes = 1 + plan.probes.sum(dim=(1, 2))
-    error = {form: plan.error[form] for form in settings.forms}
+    error = {form: plan.error[form] for form in options.forms}
     return Probe(directed, error, spread, state.mask, state.pairs, plan.known, entropy, passes, base.hidden)
 
 
@@ -328,10 +308,10 @@ def _fill(groups: Sequence[Group], most: int) -> Sequence[Group]:
 
 
 def _run(
-    forward: Forward, state: _State, base: Tensor, entropy: Tensor, batch: Sequence[Group], settings: _Settings
+    forward: Forward, state: _State, base: Tensor, entropy: Tensor, batch: Sequence[Group], options: ProbeOptions
 ) -> list[Reading]:
     """Run the probes of some positions."""
-    groups = [(group, _columns(group.position, state.tokens.shape[1], settings.window)) for group in batch]
+    groups = [(group, _columns(group.position, state.tokens.shape[1], options.window)) for group in batch]
     if len(batch[0].values) > forward.batch_size(state.tokens.shape[1]):
         ((group, columns),) = groups
         here = base[group.row, columns], entropy[group.row, columns]
@@ -378,15 +358,7 @@ def _refuse_nan(values: Tensor, first: int) -> None:
         )
 
 
-def _check(
-    tokens: Tensor,
-    mask: Tensor | None,
-    attention_mask: Tensor | None,
-    pairs: Tensor | None,
-    forms: Sequence[Form],
-    directions: Directions,
-    precision: Precision,
-) -> None:
+def _check(tokens: Tensor, mask: Tensor | None, attention_mask: Tensor | None, pairs: Tensor | None) -> None:
     check_tokens("probe_mi", tokens, attention_mask)
     for name, given in (("mask", mask), ("pairs", pairs)):
         if given is not None:
@@ -397,8 +369,3 @@ def _check(
     square = (*tokens.shape, tokens.shape[1])
     if pairs is not None and (pairs.shape != square or pairs.dtype != torch.bool or not pairs.equal(pairs.mT)):
         raise ValueError(f"probe_mi: pairs must be {square} bool and symmetric, got {tuple(pairs.shape)} {pairs.dtype}")
-    if not isinstance(forms, Collection) or not forms or any(form not in FORMS for form in forms):
-        raise ValueError(f"probe_mi: forms must be some of {', '.join(FORMS)}, got {forms!r}")
-    for name, choice, choices in (("directions", directions, Directions), ("precision", precision, Precision)):
-        if choice not in get_args(choices):
-            raise ValueError(f"probe_mi: {name} must be one of {', '.join(get_args(choices))}, got {choice!r}")

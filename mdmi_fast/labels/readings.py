@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mdmi_fast import ops
-from mdmi_fast.labels.plan import Form
+from mdmi_fast.labels.options import Form
 
 
 class Group(NamedTuple):

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mdmi_fast.labels.plan import Form, times
+from mdmi_fast.labels.options import Form
+from mdmi_fast.labels.plan import times
 
 
 class _Labels(NamedTuple):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,9 +27,9 @@ from mdmi_fast import __version__
 from mdmi_fast.files import check_folder, read_json, replace_file
 from mdmi_fast.labels.forward import Forward, Precision
 from mdmi_fast.labels.masking import Masking
-from mdmi_fast.labels.plan import FORMS, Directions, Form
+from mdmi_fast.labels.options import FORMS, Directions, Form, ProbeOptions
 from mdmi_fast.labels.probe import probe_mi
-from mdmi_fast.labels.results import Probe
+from mdmi_fast.labels.shards import LabelledState, pack, read_shard, shard_path, unpack
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import describe_model, differences, layer_of, tensors_of
 
@@ -60,39 +61,6 @@ class LabelSet(NamedTuple):
     mask: Tensor
     mi: Tensor
     entropy: Tensor
-
-
-class LabelledState(NamedTuple):
-    """One labelled state, its masked pairs packed.
-
-    Attributes:
-        tokens: [N] int64, the mask token where masked.
-        positions: [M] int64, the masked positions.
-        entropy: [M] float32, nats.
-        pairs: [Q, 2] int64, positions i < j of the pairs that were asked for.
-        mi: form -> [Q] float32, nats.
-        bound: form -> [Q] float32, the most that an entry differs from full probing.
-        standard_error: form -> [Q] float32, of entries that rest on values drawn at random; 0 elsewhere.
-        hidden: [M, D] float32, the hidden states of the masked positions, if the folder keeps them.
-        passes: forward passes.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    entropy: Tensor
-    pairs: Tensor
-    mi: dict[Form, Tensor]
-    bound: dict[Form, Tensor]
-    standard_error: dict[Form, Tensor]
-    hidden: Tensor | None
-    passes: int
-
-    def dense(self, form: Form) -> Tensor:
-        """[N, N] float32, symmetric, 0 where there is no label."""
-        matrix = self.mi[form].new_zeros(len(self.tokens), len(self.tokens))
-        first, second = self.pairs.unbind(dim=1)
-        matrix[first, second] = matrix[second, first] = self.mi[form]
-        return matrix
 
 
 def write_labels(
@@ -154,8 +122,7 @@ def write_labels(
         answers do not depend on the batch and a batch holds all values of a position.
     """
     sequences = list(tokens)
-    if not sequences or any(x.ndim != 1 or x.dtype != torch.int64 or not len(x) for x in sequences):
-        raise ValueError("write_labels: tokens must be [S, N] int64, or S tensors [N] int64, S >= 1, N >= 1")
+    _check_sequences(sequences, None if masking is None else model.mask_token_id)
     if not forms or any(form not in FORMS for form in forms):
         raise ValueError(f"write_labels: forms must be some of {', '.join(FORMS)}, got {forms!r}")
     if min(shard_size, batch_tokens, world_size) < 1 or not 0 <= rank < world_size:
@@ -163,27 +130,15 @@ def write_labels(
             "write_labels: shard_size, batch_tokens and world_size must be at least 1 and rank below world_size, "
             f"got {shard_size}, {batch_tokens}, {world_size} and {rank}"
         )
-    if masking is not None:
-        for number, sequence in enumerate(sequences):
-            if bool((sequence == model.mask_token_id).any()):
-                raise ValueError(
-                    f"write_labels: tokens must hold no mask token {model.mask_token_id} where masking is given, "
-                    f"got one in sequence {number}"
-                )
+    options = ProbeOptions(forms, epsilon, directions, window, samples, seed, precision)
     folder = Path(folder)
     check_folder(folder)
     settings: dict[str, Any] = {
         "model": describe_model(model),
         "layer": layer_of(model),
-        "forms": [form for form in FORMS if form in forms],
-        "epsilon": epsilon,
-        "directions": directions,
-        "window": window,
-        "samples": samples,
+        **asdict(options),
         "masking": repr(masking) if masking is not None else None,
-        "seed": seed,
         "hidden": hidden,
-        "precision": precision,
         "shard_size": shard_size,
         "sequences": len(sequences),
         "fingerprint": _fingerprint(sequences),
@@ -201,29 +156,41 @@ def write_labels(
         probe = probe_mi(
             forward,
             batch,
-            forms=forms,
-            epsilon=epsilon,
-            directions=directions,
-            window=window,
-            samples=samples,
-            seed=seed,
+            forms=options.forms,
+            epsilon=options.epsilon,
+            directions=options.directions,
+            window=options.window,
+            samples=options.samples,
+            seed=options.seed,
         )
-        return _unpack(batch, probe, hidden=hidden, window=window)
+        return unpack(batch, probe, hidden=hidden, window=window)
 
     passes = 0
     for shard in range(rank, -(-len(sequences) // shard_size), world_size):
         numbers = range(shard * shard_size, min((shard + 1) * shard_size, len(sequences)))
-        path = _shard(folder, shard)
+        path = shard_path(folder, shard)
         for leftover in folder.glob(f".{path.name}.*"):
             leftover.unlink()
         if not path.exists():
             states = _label_by_length(sequences, numbers, forward, label)
             passes += sum(state.passes for state in states)
             with replace_file(path) as temporary:
-                temporary.write_bytes(save(_pack(states)))
+                temporary.write_bytes(save(pack(states)))
         if progress is not None:
             progress(len(numbers))
     return passes
+
+
+def _check_sequences(sequences: Sequence[Tensor], mask_token_id: int | None) -> None:
+    """Refuse what are no sequences, or hold the mask token, where there is one that they must not hold."""
+    if not sequences or any(x.ndim != 1 or x.dtype != torch.int64 or not len(x) for x in sequences):
+        raise ValueError("write_labels: tokens must be [S, N] int64, or S tensors [N] int64, S >= 1, N >= 1")
+    for number, sequence in enumerate(sequences):
+        if mask_token_id is not None and bool(sequence.eq(mask_token_id).any()):
+            raise ValueError(
+                f"write_labels: tokens must hold no mask token {mask_token_id} where masking is given, "
+                f"got one in sequence {number}"
+            )
 
 
 def _label_by_length(
@@ -278,13 +245,13 @@ def stream_labels(folder: str | Path, *, model: MaskedModel | None = None) -> It
                 raise ValueError(f"{folder}: holds labels of another {what}: {settings[what]}, got {here}")
     count = -(-settings["sequences"] // settings["shard_size"])
     for number in range(count):
-        path = _shard(folder, number)
+        path = shard_path(folder, number)
         if not path.exists():
             raise ValueError(
                 f"{folder}: {path.name} of {count} shards is missing; run the labelling again to finish it"
             )
         try:
-            states = list(_read_shard(load(path.read_bytes()), settings))
+            states = list(read_shard(load(path.read_bytes()), settings))
         except (SafetensorError, KeyError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: damaged ({error}); delete it and run the labelling again") from error
         first = number * settings["shard_size"]
@@ -375,73 +342,3 @@ def _read_index(folder: Path) -> dict[str, Any]:
     ):
         raise ValueError(f"{path}: damaged: forms, window, sequences or shard_size make no sense")
     return settings
-
-
-def _shard(folder: Path, number: int) -> Path:
-    return folder / f"labels-{number:05d}.safetensors"
-
-
-def _pair_index(positions: Tensor, window: int | None) -> Tensor:
-    """Pairs [Q, 2] of masked positions i < j, at most `window` apart: the order in which a shard holds them."""
-    first, second = torch.triu_indices(len(positions), len(positions), offset=1, device="cpu")
-    pairs = torch.stack([positions[first], positions[second]], dim=1)
-    return pairs if window is None else pairs[pairs[:, 1] - pairs[:, 0] <= min(window, torch.iinfo(pairs.dtype).max)]
-
-
-def _unpack(tokens: Tensor, probe: Probe, *, hidden: bool, window: int | None) -> list[LabelledState]:
-    """A batch state by state, on the CPU."""
-    labels = {form: probe.labels(form) for form in probe.directed}
-    found = []
-    for row in range(len(tokens)):
-        positions = probe.mask[row].nonzero().squeeze(-1).cpu()
-        pairs = _pair_index(positions, window)
-        first, second = pairs.unbind(dim=1)
-        mi, bound, error = (
-            {form: getattr(each, field)[row].cpu()[first, second] for form, each in labels.items()}
-            for field in ("mi", "bound", "standard_error")
-        )
-        states = probe.hidden[row].float().cpu()[positions] if hidden else None
-        entropy, passes = probe.entropy[row].cpu()[positions], int(probe.passes[row])
-        found.append(LabelledState(tokens[row].cpu(), positions, entropy, pairs, mi, bound, error, states, passes))
-    return found
-
-
-def _pack(states: Sequence[LabelledState]) -> dict[str, Tensor]:
-    """A shard: every field of its states, one state after the other."""
-    shard = {
-        "lengths": torch.tensor([len(state.tokens) for state in states], dtype=torch.int32, device="cpu"),
-        "masked": torch.tensor([len(state.positions) for state in states], dtype=torch.int32, device="cpu"),
-        "passes": torch.tensor([state.passes for state in states], device="cpu"),
-        "tokens": torch.cat([state.tokens for state in states]).int(),
-        "positions": torch.cat([state.positions for state in states]).int(),
-        "entropy": torch.cat([state.entropy for state in states]),
-    }
-    for field in ("mi", "bound", "standard_error"):
-        for form in states[0].mi:
-            shard[f"{field}.{form}"] = torch.cat([getattr(state, field)[form] for state in states])
-    if states[0].hidden is not None:
-        shard["hidden"] = torch.cat([state.hidden for state in states if state.hidden is not None])
-    return shard
-
-
-def _read_shard(shard: dict[str, Tensor], settings: dict[str, Any]) -> Iterator[LabelledState]:
-    """The states that `_pack` put together."""
-    masked = shard["masked"].tolist()
-    positions = shard["positions"].long().split(masked)
-    pairs = [_pair_index(each, settings["window"]) for each in positions]
-    sizes = [len(each) for each in pairs]
-    per_pair = {
-        field: {form: shard[f"{field}.{form}"].split(sizes) for form in settings["forms"]}
-        for field in ("mi", "bound", "standard_error")
-    }
-    hidden = shard["hidden"].split(masked) if "hidden" in shard else [None] * len(masked)
-    tokens = shard["tokens"].long().split(shard["lengths"].tolist())
-    for state, own in zip(tokens, positions, strict=True):
-        if len(own) and not 0 <= int(own.min()) <= int(own.max()) < len(state):
-            raise ValueError("a masked position lies outside of its sequence")
-    entropy, passes = shard["entropy"].split(masked), shard["passes"].tolist()
-    for row in range(len(masked)):
-        mi, bound, error = ({form: parts[row] for form, parts in forms.items()} for forms in per_pair.values())
-        yield LabelledState(
-            tokens[row], positions[row], entropy[row], pairs[row], mi, bound, error, hidden[row], passes[row]
-        )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast.checks import describe, one_of
 from mdmi_fast.errors import UnsupportedError
 
@@ -75,7 +76,7 @@ def _refusals(
     module: types.ModuleType | str, op: str, tensors: Sequence[Tensor], precision: str | None
 ) -> Sequence[str]:
     """Why a backend that has an op cannot run a call; empty if it can."""
-    refusals = getattr(module, "refusals", None)
+    refusals = vars(module).get("refusals")
     return refusals(op, tensors, precision) if refusals else ()
 
 
@@ -147,7 +148,7 @@ def _call_there(function: Callable[..., Any], device: torch.device, *args: Any) 
 
 def provided(backend: str, stem: str, name: str) -> Any:
     """A function that a backend may or may not have, or None."""
-    return getattr(_module(backend, stem), name, None)
+    return check.attribute(_module(backend, stem), name)
 
 
 def backends(device: str | torch.device = "cpu") -> dict[str, dict[str, list[str]]]:

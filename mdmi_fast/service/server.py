@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import json
-import math
 import os
-import re
 import secrets
 import signal
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mdmi_fast.decoding import parse_policy
 from mdmi_fast.errors import UnsupportedError, missing
 from mdmi_fast.service.dispatch import Dispatcher, Refused, StartError, Watcher
 from mdmi_fast.service.log import Level, Log
 from mdmi_fast.service.metrics import Metrics
+from mdmi_fast.service.requests import check_policy, id_of, number_of, read_body, shown
 from mdmi_fast.service.worker import Hello, Job, Reply, Settings
 
 if TYPE_CHECKING:
     from aiohttp import web
 
-_MAX_BYTES, _BODY_SECONDS = 2**20, 5.0
 _FAREWELL_SECONDS = 10.0
 """That clients get to take their answers at the end."""
 _CONNECTIONS: dict[str, Any] = {"keepalive_timeout": 75.0, "auto_decompress": False, "access_log": None}
@@ -215,7 +211,7 @@ class Service(Watcher):
         """Make the answer of an outcome, count it and write its line."""
         from aiohttp import web
 
-        name = _id_of(request)
+        name = id_of(request)
         if outcome.error is not None:
             body = {**outcome.details, "error": outcome.error, "status": outcome.status, "id": name}
             outcome.body, outcome.kind = json.dumps(body).encode(), "application/json"
@@ -272,7 +268,7 @@ class Service(Watcher):
     async def _decode(self, request: web.BaseRequest, outcome: _Outcome) -> None:
         hello = self.dispatcher.hello
         assert hello is not None  # nothing listens before a worker has started
-        job, seconds = self._job(await _body(request), hello)
+        job, seconds = self._job(await read_body(request), hello)
         outcome.sequences = 1
         served = await self.dispatcher.decode(job, seconds)
         answer = served.answer
@@ -310,12 +306,12 @@ class Service(Watcher):
             raise Refused(400, f"tokens must be a list of at least one integer from 0 to {most - 1}{masked}")
         policy = body.get("policy")
         if policy is not None:
-            _check_policy(policy)
-        temperature = _number(body, "temperature", self.settings.temperature, high=100.0)
-        seconds = _number(body, "deadline_ms", 1000 * self.deadline, high=3_600_000.0) / 1000
+            check_policy(policy)
+        temperature = number_of(body, "temperature", self.settings.temperature, high=100.0)
+        seconds = number_of(body, "deadline_ms", 1000 * self.deadline, high=3_600_000.0) / 1000
         seed = body.get("seed", secrets.randbits(62))
         if type(seed) is not int or not -(2**63) <= seed < 2**63:
-            raise Refused(400, f"seed must be an integer of 64 bits, got {_shown(seed)}")
+            raise Refused(400, f"seed must be an integer of 64 bits, got {shown(seed)}")
         return Job(tokens, policy, temperature, seed), seconds
 
 
@@ -342,66 +338,3 @@ def _protocol(service: Service) -> type[web.RequestHandler]:
             service.note("the connection was closed", kw.get("exc_info"))
 
     return Protocol
-
-
-async def _body(request: web.BaseRequest) -> Any:
-    """What the body of a request says."""
-    from aiohttp import web
-
-    kind = request.content_type if "Content-Type" in request.headers else "application/json"
-    if kind != "application/json":
-        raise Refused(415, f"Content-Type must be application/json, got {kind[:100]}")
-    coding = request.headers.get("Content-Encoding", "identity")
-    if coding != "identity":
-        raise Refused(415, f"Content-Encoding must be identity, got {coding[:100]}")
-    if (request.content_length or 0) > _MAX_BYTES:
-        raise Refused(413, f"a request may be {_MAX_BYTES} bytes long, got {request.content_length}")
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # of the answer, nothing has been sent
-    try:
-        return json.loads(await asyncio.wait_for(request.read(), _BODY_SECONDS))
-    except asyncio.TimeoutError:
-        raise Refused(408, f"the request did not arrive within {_BODY_SECONDS:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise Refused(413, f"a request may be {_MAX_BYTES} bytes long") from None
-    except (web.RequestPayloadError, ConnectionError) as error:
-        raise Refused(400, f"the body did not arrive whole: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body must be JSON: {error}") from None
-
-
-def _id_of(request: web.BaseRequest) -> str:
-    """What the client calls its request, if it may stand in a log, or a name of our own."""
-    given = request.headers.get("X-Request-Id", "")
-    return given if re.fullmatch(r"[A-Za-z0-9._:-]{1,64}", given) else secrets.token_hex(8)
-
-
-@functools.lru_cache(maxsize=1000)
-def _checked(policy: str) -> str | None:
-    """What is wrong with a policy, if anything."""
-    try:
-        parse_policy(policy, mi=lambda hidden, mask: hidden)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _check_policy(policy: Any) -> None:
-    if not isinstance(policy, str):
-        raise Refused(400, f"policy must be a string, got {_shown(policy)}")
-    wrong = _checked(policy)
-    if wrong is not None:
-        raise Refused(400, wrong)
-
-
-def _number(body: Mapping[str, Any], name: str, default: float, *, high: float) -> float:
-    value = body.get(name, default)
-    if type(value) not in (int, float) or not 0 <= value <= high or math.isnan(value):
-        raise Refused(400, f"{name} must be a number from 0 to {high:g}, got {_shown(value)}")
-    return float(value)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -39,7 +39,7 @@ def main() -> None:
     fasta.add_argument("--model", default="sapiens:heavy")
     fasta.add_argument("decoded", type=Path, help="written by `mdmi-fast decode`")
     options = parser.parse_args()
-    check_file(getattr(options, "out", None))
+    check_file(vars(options).get("out"))
     if options.command == "chains":
         found = fetch_chains(package=options.package)
         write_fasta(found, options.out)

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from mdmi_fast import checks as check
 from mdmi_fast.errors import run_program
 from mdmi_fast.files import check_folder, replace_file, wrong_encoding
 from mdmi_fast.tasks.sudoku.boards import (
@@ -310,7 +311,7 @@ def read_puzzles(source: str | os.PathLike[str] | Iterable[str], *, check_unique
         # A byte that is no UTF-8 becomes a wrong character, which has a line to be named.
         with Path(source).open(encoding="utf-8-sig", errors="surrogateescape") as file:
             return _read_lines(os.fspath(source), file, check_unique)
-    return _read_lines(str(getattr(source, "name", "<lines>")), source, check_unique)
+    return _read_lines(str(check.attribute(source, "name") or "<lines>"), source, check_unique)
 
 
 def _read_lines(name: str, lines: Iterable[str], check_unique: bool) -> Puzzles:
