@@ -27,7 +27,7 @@ from mdmi_fast.decoding import (
     decode,
 )
 from mdmi_fast.errors import UnsupportedError
-from mdmi_fast.estimator import PairwiseMIEstimator, evaluate_estimator, load_estimator, train_estimator
+from mdmi_fast.estimator import DistanceTable, PairwiseMIEstimator, evaluate_estimator, load_estimator, train_estimator
 from mdmi_fast.labels import MILabels, label_mi
 from mdmi_fast.maps import dependency_graph, mi_map
 from mdmi_fast.models import MaskedModel, MaskedOutput, load_model
@@ -40,6 +40,7 @@ __all__ = [
     "ConfidenceBudget",
     "ConfidenceFactor",
     "DecodeResult",
+    "DistanceTable",
     "EntropyBound",
     "MIBudget",
     "MILabels",

@@ -386,6 +386,21 @@ def test_train_reports_every_epoch_and_evaluate_reads_what_it_saved(run: Run, tr
     assert f"{report['pearson']:.3f}" in text
 
 
+def test_a_table_of_distances_is_made_and_decodes_by_command(
+    run: Run, trained: Path, tmp_path: Path, easy: Path
+) -> None:
+    out, model = tmp_path / "table", ("--model", "sudoku")
+    train = ("train", "--labels", trained / "labels", *model, "--out", out, "--architecture", "table")
+    code, text, _ = run(*train)
+    assert code == 0
+    assert f"{out}, on held-out states:" in text
+    assert isinstance(mdmi_fast.load_estimator(out), mdmi_fast.DistanceTable)
+    code, text, _ = run("decode", *model, "--data", easy, "--policy", "mi-budget:0.5", "--estimator", out)
+    assert code == 0
+    assert run(*train, "--distances", 4)[0] == 2
+    assert run(*train, "--layers", 4)[0] == 2
+
+
 def test_evaluate_leaves_out_the_states_that_the_estimator_was_trained_on(
     run: Run, trained: Path, tmp_path: Path
 ) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from mdmi_fast import PairwiseMIEstimator, load_estimator, ops
 from mdmi_fast.decoding import Step
 from mdmi_fast.estimator import PairScorer
+from mdmi_fast.estimator.configuration import CONFIG_FILE, WEIGHTS_FILE
 from mdmi_fast.estimator.general import Combine, Marginals
-from mdmi_fast.estimator.scorer import CONFIG_FILE, WEIGHTS_FILE, Output
+from mdmi_fast.estimator.scorer import Output
 from mdmi_fast.labels import label_mi, masked_pairs
 from mdmi_fast.models.exact import JointTable
 from mdmi_fast.models.identity import identity

@@ -28,7 +28,7 @@ def default_of(function: Any, name: str) -> Any:
 ELSEWHERE = {
     **{
         ("train", name): default_of(PairwiseMIEstimator, name)
-        for name in ("combine", "rank", "output", "marginals", "weighted_layers")
+        for name in ("combine", "rank", "output", "marginals", "weighted_layers", "distances")
     },
     ("map", "form"): default_of(mi_map, "form"),
     ("demo", "boards"): BOARDS,

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, train_estimator
 from mdmi_fast.estimator.data import Example, examples, read_batch, split_states
+from mdmi_fast.estimator.loss import PairLoss, Transform
 from mdmi_fast.estimator.scorer import Output
-from mdmi_fast.estimator.train import PairLoss, TrainingProgress, Transform, _order, _total
+from mdmi_fast.estimator.train import TrainingProgress, _order, _total
 from mdmi_fast.labels import LabelSet, label_mi
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable

@@ -17,6 +17,7 @@ from mdmi_fast.cli._options import (
     amount,
     choose_form,
     kind_of,
+    natural,
     plain,
     positive,
     share,
@@ -27,11 +28,11 @@ from mdmi_fast.models.loading import registered, resolve
 if TYPE_CHECKING:
     import torch
 
-    from mdmi_fast.estimator import PairScorer, TrainingProgress
+    from mdmi_fast.estimator import PairReport, PairScorer, TrainingProgress
     from mdmi_fast.estimator.data import Example
     from mdmi_fast.models import MaskedModel
 
-_GENERAL = ("combine", "rank", "output", "marginals", "weighted_layers")
+_GENERAL = ("combine", "rank", "output", "marginals", "weighted_layers", "distances")
 """Options of the general architecture only."""
 
 
@@ -77,8 +78,9 @@ def add(subparsers: Any) -> None:
 def _add_network(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--architecture",
-        choices=("general", *registered("mdmi_fast.estimators")),
-        help="of the estimator (default: that which ships for the model, else general)",
+        choices=("general", "table", *registered("mdmi_fast.estimators")),
+        help="of the estimator; table: the mean label at each distance, without training (default: that which ships for "
+        "the model, else general)",
     )
     parser.add_argument(
         "--layers", type=_widths, metavar="W,W", help="widths of the layers (default: the architecture's)"
@@ -96,6 +98,12 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     )
     general.add_argument(
         "--weighted-layers", type=positive, metavar="L", help="learn weights over L joined layers (default: 1)"
+    )
+    general.add_argument(
+        "--distances",
+        type=natural,
+        metavar="K",
+        help="learn a number for each distance up to K, beginning at the mean labels (default: 0)",
     )
 
 
@@ -132,6 +140,8 @@ def run(options: argparse.Namespace) -> int:
     named = [name for name in _GENERAL if getattr(options, name) is not None]
     if architecture != "general" and named:
         raise UsageError(f"--{named[0].replace('_', '-')} belongs to --architecture general")
+    if architecture == "table" and options.layers:
+        raise UsageError("--layers belongs to a network, --architecture table has none")
     if options.start is not None and (options.architecture or options.layers or named):
         raise UsageError("--from brings its own architecture, leave the options of the network out")
     if options.old_labels is not None and options.start is None:
@@ -153,6 +163,8 @@ def run(options: argparse.Namespace) -> int:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         model = load_model(options.model)
+        if architecture == "table":
+            return _fit_table(options, model)
         if isinstance(model, torch.nn.Module):
             model.to(device)
         torch.manual_seed(options.seed)
@@ -165,6 +177,36 @@ def run(options: argparse.Namespace) -> int:
         if several:
             dist.destroy_process_group()
     return 0
+
+
+def _fit_table(options: argparse.Namespace, model: MaskedModel) -> int:
+    """Fit the table on the states that a network would be trained on; judge it on those held out."""
+    from mdmi_fast.estimator import DistanceTable, evaluate_estimator
+    from mdmi_fast.estimator.data import read_examples, split_states
+    from mdmi_fast.estimator.seen import padding_of
+
+    options.form = choose_form(options.form, options.labels, None)
+    labels = read_examples(options.labels, options.form, model=model)
+    train, judge = split_states(labels, options.held_out, options.seed, pad=padding_of(model))
+    table = DistanceTable.fit(train, model=model)
+    report = evaluate_estimator(table, model, judge)
+    _save(options, table, len(labels), report)
+    return 0
+
+
+def _save(options: argparse.Namespace, estimator: PairScorer, states: int, report: PairReport) -> None:
+    from mdmi_fast.cli import _report
+
+    estimator.provenance = {
+        "model": options.model,
+        "form": options.form,
+        "labels": options.labels.name,
+        "states": states,
+        "refined_from": options.start,
+        "held_out": plain(_report.as_dict(report)),
+    }
+    estimator.save_pretrained(options.out)
+    print(f"\n{options.out}, on held-out states:\n{_report.as_table(report)}")
 
 
 def _own_folder(model: str) -> Path:
@@ -195,13 +237,15 @@ def _train(
         print(f"{estimator.summary()}; {len(labels)} states")
         if checkpoint.exists():
             print(f"going on from {checkpoint}")
-        print(f"{'epoch':>5} {'loss':>9} {'r':>7} {'Spearman':>9} {'error':>8} {'false independence':>19}")
+        print(
+            f"{'epoch':>5} {'loss':>9} {'r':>7} {'table r':>8} {'Spearman':>9} {'error':>8} {'false independence':>19}"
+        )
     with bar(total=options.epochs, unit="epoch", description="training", silent=not speak) as progress:
 
         def on_epoch(now: TrainingProgress) -> None:
             told = now.held_out
             progress.write(
-                f"{now.epoch:5} {now.loss:9.5f} {told.pearson:7.3f} {told.spearman:9.3f} "
+                f"{now.epoch:5} {now.loss:9.5f} {told.pearson:7.3f} {now.table:8.3f} {told.spearman:9.3f} "
                 f"{told.mean_absolute_error:8.4f} {_report.percent(told.false_independence):>19}"
             )
             progress.set_postfix(r=f"{told.pearson:.3f}")
@@ -227,17 +271,8 @@ def _train(
         )
     if not speak:
         return
-    estimator.provenance = {
-        "model": options.model,
-        "form": options.form,
-        "labels": options.labels.name,
-        "states": len(labels),
-        "refined_from": options.start,
-        "held_out": plain(_report.as_dict(report)),
-    }
-    estimator.save_pretrained(options.out)
+    _save(options, estimator, len(labels), report)
     checkpoint.unlink()
-    print(f"\n{options.out}, the best epoch on held-out states:\n{_report.as_table(report)}")
 
 
 def _device(name: str) -> torch.device:

@@ -6,10 +6,12 @@ from mdmi_fast.estimator.layers import Head, RowLayers
 from mdmi_fast.estimator.loading import load_estimator
 from mdmi_fast.estimator.scorer import PairScorer, ShippedScorer
 from mdmi_fast.estimator.seen import SeenStates
+from mdmi_fast.estimator.table import DistanceTable
 from mdmi_fast.estimator.train import TrainingProgress, train_estimator
 from mdmi_fast.estimator.window import Windowed
 
 __all__ = [
+    "DistanceTable",
     "Evaluation",
     "Head",
     "JudgedStates",

@@ -37,9 +37,12 @@ class PairwiseMIEstimator(PairScorer):
         marginals: what joins the state: nothing, "entropy" H_i, or "summary": H_i, the largest probability and its margin.
         weighted_layers: L > 1: the model joined the states of L of its layers, D = L * width; one state is made of them
             with learned weights that sum to 1. 1 takes the joined states as they are.
+        distances: K > 0: a learned number for each distance |i - j| up to K, the last one beyond, is added to the last
+            layer's answer: hidden states of relative positions do not tell how far apart two of them are. A fresh network
+            is trained from the mean label at each distance. All pairs are scored, those too that a selection could skip.
 
     Raises:
-        ValueError: if a size is less than 1, there are no layers or more than three, weighted_layers does not divide
+        ValueError: if a size is less than 1 or distances less than 0, there are no layers or more than three, weighted_layers does not divide
             hidden_size, or combine, output or marginals is unknown.
 
     Example:
@@ -62,6 +65,7 @@ class PairwiseMIEstimator(PairScorer):
         output: Output = "softplus",
         marginals: Marginals = "none",
         weighted_layers: int = 1,
+        distances: int = 0,
     ) -> None:
         super().__init__(hidden_size)
         if not 1 <= len(layers) <= 3 or min(layers) < 1:
@@ -82,6 +86,8 @@ class PairwiseMIEstimator(PairScorer):
                 f"PairwiseMIEstimator: weighted_layers must be a divisor of hidden_size {hidden_size}, "
                 f"got {weighted_layers}"
             )
+        if distances < 0:
+            raise ValueError(f"PairwiseMIEstimator: distances must be at least 0, got {distances}")
         self.layers, self.kind, self.rank = tuple(layers), combine, rank
         self.output, self.marginals, self.weighted_layers = output, marginals, weighted_layers
         self.needs_stats = marginals != "none" or output == "bounded"
@@ -90,6 +96,9 @@ class PairwiseMIEstimator(PairScorer):
         if weighted_layers > 1:
             self.layer_weights = nn.Parameter(torch.zeros(weighted_layers))
         width = hidden_size // weighted_layers + {"none": 0, "entropy": 1, "summary": 3}[marginals]
+        self.distances = distances
+        if distances:
+            self.shift = nn.Parameter(torch.zeros(distances))
         if combine == "concat":
             self.left = RowLayers(width, layers[0])
             self.right = RowLayers(width, layers[0], bias=False)
@@ -144,4 +153,5 @@ class PairwiseMIEstimator(PairScorer):
             "output": self.output,
             "marginals": self.marginals,
             "weighted_layers": self.weighted_layers,
+            "distances": self.distances,
         }

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
+from mdmi_fast.estimator.configuration import CONFIG_FILE, read_configuration
 from mdmi_fast.estimator.general import PairwiseMIEstimator
-from mdmi_fast.estimator.scorer import CONFIG_FILE, PairScorer, ShippedScorer, read_configuration
+from mdmi_fast.estimator.scorer import PairScorer, ShippedScorer
+from mdmi_fast.estimator.table import DistanceTable
 from mdmi_fast.files import cache_folder
 from mdmi_fast.models.loading import find_for_model, registered, resolve
 
@@ -27,9 +29,8 @@ def load_estimator(source: str | Path) -> PairScorer:
     """
     if Path(source).is_dir():
         architecture = read_configuration(Path(source))["architecture"]
-        if architecture == PairwiseMIEstimator.architecture:
-            return PairwiseMIEstimator.from_pretrained(source)
-        architecture_class: type[PairScorer] = resolve("mdmi_fast.estimators", architecture)
+        own = {made.architecture: made for made in (PairwiseMIEstimator, DistanceTable)}
+        architecture_class: type[PairScorer] = own.get(architecture) or resolve("mdmi_fast.estimators", architecture)
         return architecture_class.from_pretrained(source)
     name, _, variant = str(source).partition(":")
     if "/" in name or isinstance(source, Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -14,15 +13,16 @@ from torch import Tensor, nn
 
 from mdmi_fast import checks as check
 from mdmi_fast import ops
+from mdmi_fast.estimator.configuration import CONFIG_FILE, WEIGHTS_FILE, read_configuration
+from mdmi_fast.estimator.distances import before_output, masked_band, of_band, of_pairs, softplus
 from mdmi_fast.estimator.layers import Head, PackedHead
 from mdmi_fast.estimator.seen import SeenStates
-from mdmi_fast.files import check_folder, read_json, replace_file
+from mdmi_fast.files import check_folder, replace_file
 from mdmi_fast.labels import masked_pairs
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import differences, identity
 
 Output = Literal["softplus", "identity", "bounded"]
-WEIGHTS_FILE, CONFIG_FILE = "estimator.safetensors", "estimator.json"
 DOCUMENTED_PARAMETERS = 50_000, 500_000
 """The paper's range; a network that knows its task, such as that of Sudoku, may be far smaller."""
 E = TypeVar("E", bound="PairScorer")
@@ -53,6 +53,8 @@ class PairScorer(nn.Module):
     """What turns the last layer f_ij into nats: softplus, >= 0; nothing; or min(H_i, H_j) * sigmoid(f_ij)."""
     needs_stats: bool = False
     """Whether the marginals must be handed over with the hidden states."""
+    shift: nn.Parameter | None
+    """[K], what is added to f_ij at the distances 1 to K, the last one beyond; None: distance counts for nothing."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -63,6 +65,7 @@ class PairScorer(nn.Module):
         self.seen: SeenStates | None = None
         self.provenance: dict[str, Any] = {}
         self.precision: str | None = None
+        self.register_parameter("shift", None)
         self._packed: PackedHead | None = None
 
     def read(self, hidden: Tensor, marginals: ops.TokenStats | None) -> Tensor:
@@ -82,18 +85,19 @@ class PairScorer(nn.Module):
         raise NotImplementedError
 
     @torch.no_grad()
-    def begin_at(self, nats: float) -> None:
+    def begin_at(self, nats: float, by_distance: Tensor | None = None) -> None:
         """Set the last bias so that a network of fresh weights predicts about so much for every pair.
 
         Args:
             nats: at least 0 unless the output is "identity"; of a bounded output as if every entropy were 1 nat.
+            by_distance: [K] nats, of a network with a `shift`: its predictions begin at exactly these instead.
         """
-        if self.output == "identity":
-            bias = nats
+        if self.shift is not None and by_distance is not None:
+            self.shift.copy_(before_output(self.output, by_distance))
+            self.last.weight.zero_()
+            self.last.bias.zero_()
         else:
-            nats = min(max(nats, 1e-6), 0.5)  # where the output still has a slope
-            bias = math.log(math.expm1(nats)) if self.output == "softplus" else math.log(nats / (1 - nats))
-        self.last.bias.fill_(bias)
+            self.last.bias.fill_(float(before_output(self.output, torch.tensor(nats, dtype=torch.float64))))
 
     @property
     def needs_step(self) -> bool:
@@ -122,6 +126,10 @@ class PairScorer(nn.Module):
         scores = ops.pairwise_mlp(
             u, v, head.weights, head.biases, head.w_out, head.b_out, mask=mask, prepared=prepared, **self._options()
         )
+        if self.shift is not None:
+            scores = scores + of_pairs(self.shift, mask.shape[1])
+            if self.output != "bounded":
+                return self._nats(scores).masked_fill(~masked_pairs(mask), 0.0)
         if self.output != "bounded" or marginals is None:
             return scores
         least = torch.minimum(marginals.entropy.unsqueeze(-1), marginals.entropy.unsqueeze(-2))
@@ -148,7 +156,7 @@ class PairScorer(nn.Module):
             raise ValueError(f"{type(self).__name__}: reads the marginals too (marginals or a bounded output): no band")
         u, v = self._checked_halves(hidden, None)
         head, prepared = self._current_head()
-        return ops.pairwise_mlp_band(
+        scores = ops.pairwise_mlp_band(
             u,
             v,
             head.weights,
@@ -160,6 +168,9 @@ class PairScorer(nn.Module):
             prepared=prepared,
             **self._options(),
         )
+        if self.shift is None:
+            return scores
+        return self._nats(scores + of_band(self.shift, window)).masked_fill(~masked_band(mask, window), 0.0)
 
     def score_and_select(
         self,
@@ -191,7 +202,7 @@ class PairScorer(nn.Module):
         Raises:
             ValueError: as `forward` and `ops.select_budget`.
         """
-        if self.output == "bounded":  # the bound comes after the network: all pairs are scored
+        if self._needs_all_scores:
             mi = self(hidden, mask, stats)
             return ops.select_budget(
                 entropy, mi, gamma=gamma, lam=lam, entropy_weight=entropy_weight, mask=mask, limit=limit
@@ -231,19 +242,23 @@ class PairScorer(nn.Module):
                 f"{name}: reads hidden states of width {self.hidden_size}, got {type(model).__name__} of width "
                 f"{model.hidden_size}"
             )
-        if moved or self.trained_on is None:
+        if not moved:
+            self._check_identity(model)
+
+    def _check_identity(self, model: MaskedModel) -> None:
+        if self.trained_on is None:
             return
         here = identity(model)
         other = differences(self.trained_on, here)
         if other:
             there, found = (", ".join(f"{key} {of.get(key)}" for key in other) for of in (self.trained_on, here))
             raise ValueError(
-                f"{name}: was trained on a model of {there}, got one of {found}; if the model moved, refine the "
-                "estimator with train --from"
+                f"{type(self).__name__}: was trained on a model of {there}, got one of {found}; if the model moved, refine "
+                "the estimator with train --from"
             )
 
     def _options(self) -> dict[str, Any]:
-        activation = "softplus" if self.output == "softplus" else "identity"
+        activation = "softplus" if self.output == "softplus" and self.shift is None else "identity"
         precision = self.precision if torch.is_grad_enabled() else None
         return {
             "combine": self.combine,
@@ -251,6 +266,14 @@ class PairScorer(nn.Module):
             "activation": activation,
             "precision": precision,
         }
+
+    @property
+    def _needs_all_scores(self) -> bool:
+        """Whether more comes after the pair network, which the fused selection does not know."""
+        return self.output == "bounded" or self.shift is not None
+
+    def _nats(self, scores: Tensor) -> Tensor:
+        return softplus(scores) if self.output == "softplus" else scores
 
     def _marginals(self, stats: ops.TokenStats | int | None) -> ops.TokenStats | None:
         if not self.needs_stats:
@@ -353,24 +376,6 @@ class PairScorer(nn.Module):
             raise ValueError(f"{folder}: weights and configuration do not make an estimator: {error}") from error
         estimator.trained_on, estimator.provenance = config.get("trained_on"), config.get("provenance", {})
         return estimator.eval()
-
-
-def read_configuration(folder: Path) -> dict[str, Any]:
-    """The JSON of a saved estimator.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        ValueError: if it is damaged or of something else.
-    """
-    path = folder / CONFIG_FILE
-    config = read_json(path, "not the configuration of an estimator")
-    kinds = {"architecture": str, "configuration": dict, "trained_on": dict | None, "provenance": dict}
-    for name, kind in kinds.items() if isinstance(config, dict) else ():
-        if name in config and not isinstance(config[name], kind):
-            raise ValueError(f"{path}: not the configuration of an estimator: {name} cannot be {config[name]!r}")
-    if not isinstance(config, dict) or not {"architecture", "configuration"} <= config.keys():
-        raise ValueError(f"{path}: not the configuration of an estimator: architecture or configuration is missing")
-    return config
 
 
 class ShippedScorer(PairScorer):

@@ -6,9 +6,9 @@ import copy
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,82 +17,34 @@ from torch import Tensor, nn
 from mdmi_fast._threads import one_torch_thread
 from mdmi_fast.estimator.data import Example, Labels, ask_once, examples, read_batch, split_states
 from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
+from mdmi_fast.estimator.loss import PairLoss, Transform
 from mdmi_fast.estimator.scorer import E, PairScorer
 from mdmi_fast.estimator.seen import SeenStates, fingerprints, padding_of
+from mdmi_fast.estimator.table import DistanceTable
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import describe_model, identity
 
 T = TypeVar("T")
-Transform = Literal["root", "none", "log"]
 _PARTS = 8
 """Parts of a batch whose gradients are added in order: as many processes can share a batch, and no sum depends on how many
 do."""
 
 
 class TrainingProgress(NamedTuple):
-    """What an epoch ended with: the mean training loss and the report on held-out states."""
+    """What an epoch ended with.
+
+    Attributes:
+        epoch: its number, from 0.
+        loss: the mean over its training pairs.
+        held_out: the report on held-out states.
+        table: Pearson's r, on the same states, of the `DistanceTable` fitted to those trained on: what is to be beaten.
+    """
 
     epoch: int
     loss: float
     held_out: PairReport
-
-
-@dataclass(frozen=True)
-class PairLoss:
-    """Mean over masked pairs of weight * (t(predicted) - t(label))^2.
-
-    Most pairs share nearly nothing and a few share much: a transform keeps the many small values from being lost beside
-    the few large ones.
-
-    Args:
-        transform: t(x) is the signed root of |x|, x itself, or log(.01 + x) (of x >= 0).
-        underestimation: weight of pairs predicted too low against those predicted too high. For sampling take more than
-            1: a dependence overlooked spoils the sequence, one imagined costs a pass.
-        emphasis: adds emphasis * label to a weight of 1, so that rare pairs of high mutual information count more.
-
-    Raises:
-        ValueError: for an unknown transform, an underestimation that is not positive or a negative emphasis.
-    """
-
-    transform: Transform = "root"
-    underestimation: float = 1.0
-    emphasis: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.transform not in get_args(Transform):
-            raise ValueError(
-                f"train_estimator: transform must be one of {', '.join(get_args(Transform))}, got {self.transform!r}"
-            )
-        if not 0 < self.underestimation < math.inf:
-            raise ValueError(f"train_estimator: underestimation must be a positive number, got {self.underestimation}")
-        if not 0 <= self.emphasis < math.inf:
-            raise ValueError(f"train_estimator: emphasis must be a number of at least 0, got {self.emphasis}")
-
-    def total(self, predicted: Tensor, mi: Tensor, pairs: Tensor) -> Tensor:
-        """The sum over pairs [B, N, N]; divided by their number it is the loss."""
-        gap = self._transformed(predicted) - self._transformed(mi)
-        return (self._weight(gap, mi) * gap.square()).masked_fill(~pairs, 0.0).sum()
-
-    def constant(self, mi: Tensor) -> float:
-        """The one prediction of least loss for labels [Q], nats."""
-        mi = mi.double()
-        wanted = self._transformed(mi)
-        mean = float(wanted.mean())
-        for _ in range(20):  # a weight depends on the side of the mean that its label lies on
-            weight = self._weight(mean - wanted, mi)
-            mean = float((weight * wanted).sum() / weight.sum())
-        if self.transform == "root":
-            return math.copysign(mean * mean, mean)
-        return math.exp(mean) - 0.01 if self.transform == "log" else mean
-
-    def _weight(self, gap: Tensor, mi: Tensor) -> Tensor:
-        return torch.where(gap < 0, self.underestimation, 1.0) * (1.0 + self.emphasis * mi.clamp(min=0))
-
-    def _transformed(self, x: Tensor) -> Tensor:
-        if self.transform == "root":
-            return x.sign() * (x.abs() + 1e-6).sqrt()  # the constant keeps the slope finite at 0
-        return (x.clamp(min=0) + 0.01).log() if self.transform == "log" else x
+    table: float
 
 
 @one_torch_thread()
@@ -163,6 +115,10 @@ def train_estimator(
         raise ValueError(f"train_estimator: held_out must be a share between 0 and 1, got {held_out}")
     loss = PairLoss(transform, underestimation, emphasis)
     states, old_states = examples(labels), [] if old is None else examples(old)
+    if isinstance(estimator, DistanceTable):
+        raise TypeError(
+            "train_estimator: estimator must be a network, got a DistanceTable; DistanceTable.fit makes one"
+        )
     estimator.check_model(model, moved=True)
     _check_labels("labels", states, estimator.hidden_size)
     _check_labels("old", old_states, estimator.hidden_size)
@@ -190,11 +146,15 @@ def train_estimator(
     if estimator.trained_on is None:
         # From above the labels the first steps would run into the depths where an output is 0 and has no slope.
         mi = torch.cat([state.mi for state in train])
-        estimator.begin_at(loss.constant(mi if estimator.output == "identity" else mi.clamp(min=0)))
+        start = None if estimator.shift is None else DistanceTable.fit(train, distances=len(estimator.shift)).values
+        estimator.begin_at(loss.constant(mi if estimator.output == "identity" else mi.clamp(min=0)), start)
     estimator.seen = before.after(fingerprints([*train, *old_states], pad), judged)
     run = _Run(estimator, trainer.optimizer, None if checkpoint is None else Path(checkpoint), settings)
     train, judge, old_states = (
         ask_once(part, model, trainer.device, needs_stats=estimator.needs_stats) for part in (train, judge, old_states)
+    )
+    table = _told_by_first(
+        lambda: evaluate_estimator(DistanceTable.fit(train).to(trainer.device), model, judge).pearson
     )
     while run.epoch < epochs and run.epoch - run.best_epoch <= patience:
         total = 0.0
@@ -210,7 +170,7 @@ def train_estimator(
         report = _told_by_first(lambda: evaluate_estimator(estimator.eval(), model, judge))
         run.finish_epoch(-math.inf if math.isnan(report.pearson) else report.pearson)  # NaN: all predictions are equal
         if on_epoch is not None and _rank() == 0:
-            on_epoch(TrainingProgress(run.epoch - 1, total / steps, report))
+            on_epoch(TrainingProgress(run.epoch - 1, total / steps, report, table))
     estimator.load_state_dict(run.best)
     estimator.trained_on = identity(model)
     return estimator.eval(), evaluate_estimator(estimator, model, judge)
