@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mdmi_fast import Probing, TopK, decode
-from mdmi_fast.decoding import Asked, DecodeError, MIBudget, decode_many, receipt
+from mdmi_fast.decoding import Asked, DecodeError, MIBudget, decode_batch, decode_many, receipt
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
 from mdmi_fast.tasks.base import task_of
@@ -146,5 +146,37 @@ def test_what_cannot_be_decoded_is_named_after_what_comes_before() -> None:
     with pytest.raises(DecodeError, match="sequence 2: no 1 at the beginning; sequence 4: no 1") as error:
         next(found)
     assert [*error.value.failures] == [2, 4]
+    many = [Asked([1, MASK, 0])] * 30 + [Asked([0, MASK, MASK])]
+    with pytest.raises(DecodeError) as error:
+        next(decode_many(model, many, TopK(1)))
+    assert [*error.value.failures] == [*range(20)]  # of the rest nothing is said
+    every = decode_batch(model, many, TopK(1), every=True)
+    assert [isinstance(each, ValueError) for each in every] == [True] * 30 + [False]
     with pytest.raises(ValueError, match="decode_many: batch_size must be at least 1, got 0"):
         next(decode_many(model, asked, TopK(1), batch_size=0))
+
+
+def test_lengths_are_padded_where_the_model_can_without_a_change() -> None:
+    asked = [
+        Asked([0, MASK, MASK], options={"seed": 1}),
+        Asked([MASK, 0], options={"seed": 2}),
+        Asked([MASK], options={"seed": 3}),
+    ]
+    model = Letters()
+    apart, padded = (decode_batch(model, asked, TopK(1), pad=pad, temperature=1.0) for pad in (False, True))
+    assert apart == padded
+    assert (len(model.shapes), model.shapes[-1]) == (2 + 1 + 1 + 2, (1, 3))
+
+
+class Letters:
+    """Every position by itself, of any length; notes what it was asked."""
+
+    mask_token_id, vocab_size, hidden_size = MASK, 2, 1
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __call__(self, tokens: torch.Tensor, attention_mask: torch.Tensor | None = None) -> MaskedOutput:
+        self.shapes.append(tuple(tokens.shape))
+        logits = torch.tensor([0.3, 0.7]).log().expand(*tokens.shape, 2)
+        return MaskedOutput(logits, torch.zeros(*tokens.shape, 1))

@@ -3,7 +3,7 @@
 from mdmi_fast import _moved
 from mdmi_fast.decoding.arrays import as_tensor
 from mdmi_fast.decoding.loop import DecodeResult, decode
-from mdmi_fast.decoding.many import Asked, Decoded, DecodeError, decode_many
+from mdmi_fast.decoding.many import Asked, Decoded, DecodeError, decode_batch, decode_many
 from mdmi_fast.decoding.policies import (
     AttentionGraph,
     Coloring,
@@ -64,6 +64,7 @@ __all__ = [
     "TopK",
     "as_tensor",
     "decode",
+    "decode_batch",
     "decode_many",
     "needs_mi",
     "parse_policy",

@@ -63,6 +63,10 @@ class DecodeError(ValueError):
         super().__init__("; ".join(f"sequence {number}: {error}" for number, error in self.failures.items()))
 
 
+class NotTriedError(Exception):
+    """A sequence that was left out, because enough others had failed."""
+
+
 def decode_many(
     model: MaskedModel,
     sequences: Sequence[Asked],
@@ -108,76 +112,139 @@ def decode_many(
     """
     check.whole("decode_many", "batch_size", batch_size, 1)
     seeds = draw_seeds(len(sequences), generator, torch.device("cpu"))
+    for start in range(0, len(sequences), 8 * batch_size):
+        window = slice(start, start + 8 * batch_size)
+        found = decode_batch(
+            model,
+            sequences[window],
+            policy,
+            seeds=seeds[window],
+            batch_size=batch_size,
+            trace=trace,
+            progress=progress,
+            **defaults,
+        )
+        wrong = {start + number: each for number, each in enumerate(found) if isinstance(each, Exception)}
+        failed = {number: error for number, error in wrong.items() if not isinstance(error, NotTriedError)}
+        for each in found:
+            if isinstance(each, Exception):
+                raise DecodeError(failed) from failed[min(failed)]
+            yield each
+
+
+def decode_batch(
+    model: MaskedModel,
+    sequences: Sequence[Asked],
+    policy: Policy,
+    *,
+    seeds: Tensor | None = None,
+    batch_size: int = 256,
+    pad: bool = False,
+    every: bool = False,
+    trace: bool = False,
+    progress: Callable[[int], object] | None = None,
+    **defaults: Any,
+) -> list[Decoded | Exception]:
+    """As `decode_many`, all at once, and with an exception in the place of a sequence that cannot be decoded.
+
+    Args:
+        model: decodes.
+        sequences: what is asked for.
+        policy: for all of them.
+        seeds: [S] int64 of those without one of their own; None: from torch's own generator.
+        batch_size: at most so many at once.
+        pad: decode sequences of several lengths together, padded on the right; the model has to take attention masks.
+        every: find all sequences that fail and take any exception as one of theirs; else only those that models raise for
+            what they cannot take, and no more than 20: then the rest is `NotTriedError`.
+        trace: keep the receipts.
+        progress: called with the number of sequences that were finished.
+        **defaults: options of `decode` where a sequence has none of its own.
+    """
+    seeds = draw_seeds(len(sequences), None, torch.device("cpu")) if seeds is None else seeds.clone()
 
     def run(chosen: list[int], options: Mapping[str, Any]) -> dict[int, Decoded]:
         group = [sequences[number] for number in chosen]
-        masks = [each.attention_mask for each in group]  # of all or none
+        tokens, visible = _together(group, model.mask_token_id)
         result = decode(
             model,
-            torch.tensor([[*each.tokens] for each in group]),
+            tokens,
             policy,
             seeds=seeds[chosen],
-            attention_mask=None if masks[0] is None else torch.tensor(masks),
-            allowed=_allowed(group, model.vocab_size),
+            attention_mask=visible,
+            allowed=_allowed(group, tokens.shape[1], model.vocab_size),
             trace=trace,
             progress=progress,
             **options,
         )
         if progress is not None:
             progress(int((result.passes == 0).sum()))
-        tokens, passes = result.tokens.tolist(), result.passes.tolist()
-        stories = [receipt(result.trace or [], row) for row in range(len(chosen))]
-        return {number: Decoded(*each) for number, *each in zip(chosen, tokens, passes, stories, strict=True)}
+        found = {}
+        for row, number in enumerate(chosen):
+            own = result.tokens[row, : len(group[row].tokens)].tolist()
+            found[number] = Decoded(own, int(result.passes[row]), receipt(result.trace or [], row))
+        return found
 
-    for start in range(0, len(sequences), 8 * batch_size):
-        window = range(start, min(start + 8 * batch_size, len(sequences)))
-        done: dict[int, Decoded] = {}
-        failed: dict[int, Exception] = {}
-        for options, numbers in _alike(sequences, window, seeds):
-            run_alike = functools.partial(run, options={**defaults, **options})
-            for first in range(0, len(numbers), batch_size):
-                done |= halving(run_alike, numbers[first : first + batch_size], failed)
-        for number in window:
-            if number not in done:
-                raise DecodeError(failed) from failed[min(failed)]
-            yield done[number]
+    done: dict[int, Decoded] = {}
+    failed: dict[int, Exception] = {}
+    for options, numbers in _alike(sequences, seeds, pad):
+        run_alike = functools.partial(run, options={**defaults, **options})
+        for first in range(0, len(numbers), batch_size):
+            done |= _halving(run_alike, numbers[first : first + batch_size], failed, every)
+    return [done.get(number) or failed.get(number) or NotTriedError() for number in range(len(sequences))]
 
 
-def halving(
-    run: Callable[[list[int]], dict[int, Found]], chosen: list[int], failed: dict[int, Exception]
+def _halving(
+    run: Callable[[list[int]], dict[int, Found]], chosen: list[int], failed: dict[int, Exception], every: bool
 ) -> dict[int, Found]:
-    """What `run` makes of a batch, halved where it fails; what fails alone is added to `failed`, until that holds 20."""
-    if len(failed) >= ENOUGH:
+    """What `run` makes of a batch, halved where it fails; what fails alone is added to `failed`."""
+    if len(failed) >= ENOUGH and not every:
         return {}
     try:
         return run(chosen)
-    except (ValueError, IndexError, RuntimeError) as error:  # what models raise for what they cannot take
+    except Exception as error:
+        # What models raise for what they cannot take.
+        if not (every or isinstance(error, (ValueError, IndexError, RuntimeError))):
+            raise
         if len(chosen) == 1:
             failed[chosen[0]] = error
             return {}
         half = len(chosen) // 2
-        return halving(run, chosen[:half], failed) | halving(run, chosen[half:], failed)
+        return _halving(run, chosen[:half], failed, every) | _halving(run, chosen[half:], failed, every)
 
 
-def _alike(sequences: Sequence[Asked], window: range, seeds: Tensor) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Options and the numbers of the sequences of a window that can be decoded together; own seeds are written to `seeds`."""
+def _alike(sequences: Sequence[Asked], seeds: Tensor, pad: bool) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Options and the numbers of the sequences that can be decoded together; own seeds are written to `seeds`."""
     groups: dict[str, tuple[dict[str, Any], list[int]]] = {}
-    for number in window:
-        each = sequences[number]
+    for number, each in enumerate(sequences):
         if "seed" in each.options:
             seeds[number] = each.options["seed"]
         shared = {name: value for name, value in each.options.items() if name not in ("seed", "allowed")}
-        key = json.dumps([len(each.tokens), shared, each.attention_mask is not None], sort_keys=True, default=list)
+        shape = [] if pad else [len(each.tokens), each.attention_mask is not None]
+        key = json.dumps([shape, shared], sort_keys=True, default=list)
         groups.setdefault(key, (shared, []))[1].append(number)
     yield from groups.values()
 
 
-def _allowed(group: Sequence[Asked], vocab_size: int) -> Tensor | None:
+def _together(group: Sequence[Asked], mask_token_id: int) -> tuple[Tensor, Tensor | None]:
+    """Tokens [B, N] padded on the right, and which are visible; None where no sequence says so and none is padded."""
+    longest = max(len(each.tokens) for each in group)
+    if all(len(each.tokens) == longest and each.attention_mask is None for each in group):
+        return torch.tensor([[*each.tokens] for each in group]), None
+    tokens = torch.full((len(group), longest), mask_token_id)
+    visible = torch.zeros(len(group), longest, dtype=torch.bool)
+    for row, each in enumerate(group):
+        length = len(each.tokens)
+        tokens[row, :length] = torch.tensor([*each.tokens])
+        visible[row, :length] = True if each.attention_mask is None else torch.tensor([*each.attention_mask])
+    return tokens, visible
+
+
+def _allowed(group: Sequence[Asked], length: int, vocab_size: int) -> Tensor | None:
     """[B, N, V] bool of the sequences' "allowed" sets; None where there are none."""
     sets = [each.options.get("allowed", {}) for each in group]
     if not any(sets):
         return None
-    allowed = torch.ones(len(sets), len(group[0].tokens), vocab_size, dtype=torch.bool)
+    allowed = torch.ones(len(sets), length, vocab_size, dtype=torch.bool)
     for row, own in enumerate(sets):
         for position, tokens in own.items():
             allowed[row, int(position)] = False

@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from mdmi_fast import MIBudget, MIThreshold, decode, set_num_threads
 from mdmi_fast.cache import Cache, CachedPolicy, Counts, DiskStore, MemoryStore, RedisStore
+from mdmi_fast.decoding import Asked, Decoded, Step, decode_batch
 from mdmi_fast.decoding.named import load_decoded, load_source
 from mdmi_fast.decoding.policies import MISource, Policy, needs_mi, parse_policy
+from mdmi_fast.decoding.policies.step import required
 from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.ops import Selection, TokenStats
@@ -151,71 +154,51 @@ class Engine:
         self.pads = self._can_pad()
 
     def run(self, jobs: Sequence[Job]) -> list[Answer]:
-        answers: list[Answer | None] = [None] * len(jobs)
-        for group in self._groups(jobs):
-            try:
-                found = self._decode([jobs[at] for at in group])
-            except Exception as error:
-                if len(group) == 1:
-                    # The model's and the policies' way to say that it is the sequence is ValueError.
-                    status = 422 if isinstance(error, (ValueError, UnsupportedError)) else 500
-                    found = [Answer(None, 0, _reason(error), status)]
-                else:  # one job must not take others with it
-                    found = [answer for at in group for answer in self.run([jobs[at]])]
-            for at, answer in zip(group, found, strict=True):
-                answers[at] = answer
-        return [answer for answer in answers if answer is not None]
-
-    def _groups(self, jobs: Sequence[Job]) -> list[list[int]]:
-        """Indices of jobs that one `decode` can take: of one temperature, and of one length if the model cannot pad.
-
-        A sequence is known by its seed while it is decoded, so two policies never share one in a group.
-        """
-        groups: dict[tuple[float, int, int], list[int]] = {}
-        policies: dict[tuple[float, int, int], dict[int, str | None]] = {}
-        for at, job in enumerate(jobs):
-            turn = 0
-            while True:
-                key = (job.temperature, 0 if self.pads else len(job.tokens), turn)
-                if policies.setdefault(key, {}).setdefault(job.seed, job.policy) == job.policy:
-                    break
-                turn += 1
-            groups.setdefault(key, []).append(at)
-        return list(groups.values())
+        answers: dict[int, Answer] = {}
+        for group in _turns(jobs):
+            answers.update(zip(group, self._decode([jobs[at] for at in group]), strict=True))
+        return [answers[at] for at in range(len(jobs))]
 
     def _decode(self, jobs: Sequence[Job]) -> list[Answer]:
-        lengths = [len(job.tokens) for job in jobs]
-        n = max(lengths)
-        tokens = torch.full((len(jobs), n), self.model.mask_token_id, dtype=torch.int64)
-        for row, job in enumerate(jobs):
-            tokens[row, : lengths[row]] = torch.tensor(job.tokens, dtype=torch.int64)
-        visible = torch.arange(n) < torch.tensor(lengths).unsqueeze(-1)
-        seeds = torch.tensor([job.seed for job in jobs], dtype=torch.int64)
         policy = BySequence(
-            {job.seed: self._default if job.policy is None else self._policy(job.policy) for job in jobs}, len(jobs)
+            {job.seed: self._default if job.policy is None else job.policy for job in jobs}, self._policy
         )
-        attention_mask = None if bool(visible.all()) else visible
-        result = decode(
+        found = decode_batch(
             self.model,
-            tokens,
+            [Asked(job.tokens, options={"seed": job.seed, "temperature": job.temperature}) for job in jobs],
             policy,
-            temperature=jobs[0].temperature,
-            seeds=seeds,
-            attention_mask=attention_mask,
+            batch_size=len(jobs),
+            pad=self.pads,
+            every=True,
             **self.settings.writing,
         )
-        # A sequence that nothing was decoded of tells of no policy, and may not even be a board.
-        ours = torch.tensor([job.policy is None for job in jobs]) & (result.passes > 0)
-        if self.guard is not None and bool(ours.any()):
+        if self.guard is not None:
+            # A sequence that nothing was decoded of tells of no policy, and may not even be a board.
+            decoded = [(job, each) for job, each in zip(jobs, found, strict=True) if isinstance(each, Decoded)]
+            ours = [(job, each) for job, each in decoded if job.policy is None and each.passes > 0]
             try:
-                quality = self._quality(tokens[ours], result.tokens[ours], visible[ours])
-                self.guard.finish(
-                    seeds[ours], quality=quality, seconds=policy.seconds[ours], passes=result.passes[ours]
-                )
+                self._tell(self.guard, ours, policy.seconds)
             except Exception as error:  # what was decoded is right all the same
-                warnings.warn(f"the guard was not told of {int(ours.sum())} sequences: {_reason(error)}", stacklevel=1)
-        rows = zip(result.tokens.tolist(), lengths, result.passes.tolist(), strict=True)
-        return [Answer(row[:length], passes) for row, length, passes in rows]
+                warnings.warn(f"the guard was not told of {len(ours)} sequences: {_reason(error)}", stacklevel=1)
+        return [_answer(each) for each in found]
+
+    def _tell(self, guard: Guard, ours: Sequence[tuple[Job, Decoded]], seconds: Mapping[int, float]) -> None:
+        """Tell the guard how sequences of the default policy turned out."""
+        if not ours:
+            return
+        before, after = (
+            [torch.tensor(tokens) for tokens in side]
+            for side in zip(*((job.tokens, each.tokens) for job, each in ours), strict=True)
+        )
+        lengths = torch.tensor([len(each) for each in before])
+        tokens = pad_sequence(before, batch_first=True)
+        visible = torch.arange(tokens.shape[1]) < lengths.unsqueeze(-1)
+        guard.finish(
+            torch.tensor([job.seed for job, _ in ours]),
+            quality=self._quality(tokens, pad_sequence(after, batch_first=True), visible),
+            seconds=[seconds[job.seed] for job, _ in ours],
+            passes=[each.passes for _, each in ours],
+        )
 
     def _quality(self, before: Tensor, after: Tensor, visible: Tensor) -> Tensor:
         """[B] from 0 to 1, of decoded sequences."""
@@ -257,33 +240,61 @@ class BySequence:
     """A policy of policies: each sequence is decoded by its own, and all share the model's passes.
 
     Args:
-        policies: by the sequences' seeds.
-        count: of sequences.
+        policies: by the sequences' seeds, themselves or as text.
+        make: what turns text into a policy.
 
     Attributes:
-        seconds: [count] float64, how long each sequence was decoded, without what policies of other sequences took, nor
-            the side of a guard that is not its own, nor a guard's audits.
+        seconds: by seed, how long each sequence was decoded, without what policies of other sequences took, nor the side of
+            a guard that is not its own, nor a guard's audits.
     """
 
-    def __init__(self, policies: dict[int, Policy], count: int) -> None:
-        self.policies = policies
-        self.seconds = torch.zeros(count, dtype=torch.float64)
+    def __init__(self, policies: Mapping[int, Policy | str], make: Callable[[str], Policy]) -> None:
+        self.policies, self._make = policies, make
+        self.seconds = dict.fromkeys(policies, 0.0)
         self._since = time.perf_counter()
 
-    def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: Any) -> Selection:
-        self.seconds[step.sequences] += time.perf_counter() - self._since  # the model's pass, and what was drawn before
-        own = [self.policies[seed] for seed in step.seeds.tolist()]
+    def select(self, stats: TokenStats, hidden: Tensor, mask: Tensor, step: Step) -> Selection:
+        seeds: list[int] = required("BySequence", "seeds", step.seeds).tolist()
+        took = time.perf_counter() - self._since  # the model's pass, and what was drawn before
+        for seed in seeds:
+            self.seconds[seed] += took
+        given = [self.policies[seed] for seed in seeds]
+        own = [self._make(policy) if isinstance(policy, str) else policy for policy in given]
         selected, spent = torch.zeros_like(mask), torch.zeros(len(mask), dtype=torch.float64)
         for policy in {id(policy): policy for policy in own}.values():
-            rows = torch.tensor([other is policy for other in own])
+            rows = [row for row, other in enumerate(own) if other is policy]
+            here = torch.zeros(len(mask), 1, dtype=torch.bool)
+            here[rows] = True
             start = time.perf_counter()
-            part = policy.select(stats, hidden, mask & rows.unsqueeze(-1), step)
-            took = policy.took[rows] if isinstance(policy, Guard) else time.perf_counter() - start
-            self.seconds[step.sequences[rows]] += took
+            part = policy.select(stats, hidden, mask & here, step)
+            took = time.perf_counter() - start
+            for row in rows:
+                self.seconds[seeds[row]] += float(policy.took[row]) if isinstance(policy, Guard) else took
             selected |= part.selected
             spent += part.spent
         self._since = time.perf_counter()
         return Selection(selected, spent)
+
+
+def _turns(jobs: Sequence[Job]) -> list[list[int]]:
+    """Indices of jobs that can be decoded together: a sequence is known by its seed, so two policies never share one."""
+    turns: list[tuple[dict[int, str | None], list[int]]] = []
+    for at, job in enumerate(jobs):
+        for policies, members in turns:
+            if policies.setdefault(job.seed, job.policy) == job.policy:
+                members.append(at)
+                break
+        else:
+            turns.append(({job.seed: job.policy}, [at]))
+    return [members for _, members in turns]
+
+
+def _answer(found: Decoded | Exception) -> Answer:
+    if isinstance(found, Decoded):
+        return Answer(found.tokens, found.passes)
+    # The model's and the policies' way to say that it is the sequence is ValueError.
+    status = 422 if isinstance(found, (ValueError, UnsupportedError)) else 500
+    return Answer(None, 0, _reason(found), status)
 
 
 def work(connection: Connection, make: Callable[[], Engine]) -> None:
