@@ -10,10 +10,14 @@ import torch
 from matplotlib.image import imread
 from torch import Tensor
 
-from mdmi_fast import PairwiseMIEstimator, evaluate_estimator, load_estimator, load_model
-from mdmi_fast.estimator import evaluate_splits
-from mdmi_fast.estimator.evaluate import TAUS, verdict
+from mdmi_fast import DistanceTable, PairwiseMIEstimator, evaluate_estimator, load_estimator, load_model
+from mdmi_fast.estimator import SeenStates, evaluate_splits
+from mdmi_fast.estimator.baselines import BASELINES
+from mdmi_fast.estimator.data import examples
+from mdmi_fast.estimator.evaluate import verdict
 from mdmi_fast.estimator.plots import plot_evaluation
+from mdmi_fast.estimator.report import TAUS
+from mdmi_fast.estimator.seen import fingerprints
 from mdmi_fast.estimator.splits import BUILT, adversarial_states, build_split, shifted_states
 from mdmi_fast.labels import LabelSet, label_mi
 from mdmi_fast.models import MaskedOutput
@@ -213,12 +217,13 @@ def sudoku_states(count: int) -> Tensor:
 def test_every_split_is_judged_beside_the_baselines(evaluation: Any) -> None:
     assert [*evaluation.reports] == ["in distribution", "shifted", "adversarial"]
     for reports in evaluation.reports.values():
-        assert [*reports] == ["estimator", "constant", "min(H_i, H_j)", "distance", "confidences"]
+        assert [*reports] == ["estimator", *BASELINES]
         assert len({report.pairs for report in reports.values()}) == 1
         assert math.isnan(reports["constant"].pearson)
     here = evaluation.reports["in distribution"]
     assert all(here["estimator"].mean_absolute_error < here[name].mean_absolute_error for name in [*here][1:])
-    assert evaluation.verdict == verdict(here["estimator"])
+    assert evaluation.verdict == verdict(here["estimator"], here["table"], evaluation.leads["table"])
+    assert evaluation.leads["table"].low > 0
     for name, sample in evaluation.samples.items():
         assert sample.shape == (evaluation.reports[name]["estimator"].pairs, 2)
 
@@ -232,13 +237,82 @@ def test_baselines_are_scaled_by_the_best_rising_line() -> None:
     upper = torch.ones(4, 4).triu(1).bool()
     mi = labels.mi[0][upper].double().numpy()
     least = torch.minimum(labels.entropy[0].unsqueeze(0), labels.entropy[0].unsqueeze(1))[upper].double().numpy()
-    distance = -np.array([abs(i - j) for i, j in upper.nonzero().tolist()], dtype=float)
-    for name, x in (("min(H_i, H_j)", least), ("distance", distance), ("constant", np.zeros(6))):
+    for name, x in (("min(H_i, H_j)", least), ("constant", np.zeros(6))):
         slope = 0.0 if name == "constant" else np.polyfit(x, mi, 1)[0]
         line = mi.mean() + max(slope, 0.0) * (x - x.mean())
         assert reports["only"][name].mean_absolute_error == pytest.approx(np.abs(line - mi).mean(), abs=1e-7)
         expected = np.corrcoef(x, mi)[0, 1] if slope > 0 else math.nan
         assert reports["only"][name].pearson == pytest.approx(expected, abs=1e-5, nan_ok=True)
+
+
+class Chained:
+    """A model whose hidden state is the number of the state, which is its first token."""
+
+    mask_token_id, vocab_size, hidden_size = 99, 98, 1
+
+    def __call__(self, tokens: Tensor, attention_mask: Tensor | None = None) -> MaskedOutput:
+        return MaskedOutput(torch.zeros(*tokens.shape, 98), tokens[:, :1].expand(tokens.shape).unsqueeze(-1).float())
+
+
+class Answers(PairwiseMIEstimator):
+    """Says what it was given for each state."""
+
+    def __init__(self, answers: Tensor) -> None:
+        super().__init__(1, (2,))
+        self.answers = answers
+
+    def forward(self, hidden: Tensor, mask: Tensor, stats: Any = None) -> Tensor:
+        return self.answers[hidden[:, 0, 0].long()]
+
+
+def by_distance(noise: float) -> tuple[LabelSet, Tensor]:
+    """Labels of 20 states that fall with the distance, and something else on top of it."""
+    generator = torch.Generator().manual_seed(7)
+    place = torch.arange(9)
+    decay = 1 / (1 + (place - place.unsqueeze(-1)).abs().float())
+    extra = noise * torch.rand(20, 9, 9, generator=generator)
+    mi = decay + extra + extra.mT
+    tokens = torch.full((20, 9), 99)
+    tokens[:, 0] = torch.arange(20)
+    return LabelSet(tokens, tokens == 99, mi, torch.zeros(20, 9)), decay
+
+
+def test_an_estimator_that_knows_no_more_than_the_distance_is_told_to_give_way_to_the_table() -> None:
+    labels, decay = by_distance(0.05)
+    unsure = Answers(decay + 0.1 * symmetric(20, 9, 9))
+    evaluation = evaluate_splits(unsure, Chained(), {"only": labels})
+    assert evaluation.verdict.startswith("use the table, by mdmi-fast train --architecture table: Pearson r = 0.9")
+    oracle = evaluate_splits(Answers(labels.mi), Chained(), {"only": labels})
+    assert oracle.verdict.startswith("usable: Pearson r = 1.000")
+    assert oracle.leads["table"].low > 0
+    reports = oracle.reports["only"]
+    assert reports["table"].interval[0] < reports["table"].pearson < reports["table"].interval[1]
+    assert abs(reports["shuffled"].pearson) < 0.3
+
+
+def test_the_table_is_fitted_to_states_the_estimator_was_trained_on_and_judged_on_others() -> None:
+    labels, _ = by_distance(0.5)
+    states = examples(labels)
+    estimator = Answers(labels.mi)
+    estimator.seen = SeenStates.none(complete=True).after(fingerprints(states[:12], None), fingerprints([], None))
+    judged = evaluate_splits(estimator, Chained(), {"only": labels}).reports["only"]["table"]
+    expected = evaluate_estimator(DistanceTable.fit(states[:12]), Chained(), states[12:])
+    assert judged.pearson == pytest.approx(expected.pearson, abs=1e-6)
+    assert judged.states.judged == 8
+
+
+def test_the_interval_of_a_correlation_is_that_of_resampled_states() -> None:
+    mi = symmetric(30, 5, 5)
+    predicted = mi + 0.8 * symmetric(30, 5, 5)
+    report = report_of(predicted, mi)
+    p, a = (x[:, torch.ones(5, 5).triu(1).bool()].double().numpy() for x in (predicted, mi))
+    drawn = np.random.default_rng(1).integers(0, 30, (2000, 30))
+    found = [np.corrcoef(p[some].ravel(), a[some].ravel())[0, 1] for some in drawn]
+    # The ends of 400 draws stray by about a tenth of the width.
+    width = np.quantile(found, 0.975) - np.quantile(found, 0.025)
+    assert report.interval == pytest.approx((np.quantile(found, 0.025), np.quantile(found, 0.975)), abs=0.25 * width)
+    alone = report_of(predicted[:1], mi[:1])
+    assert all(math.isnan(end) for end in alone.interval)
 
 
 def test_no_splits_are_refused() -> None:

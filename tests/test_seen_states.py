@@ -113,7 +113,7 @@ def test_it_is_judged_on_what_it_was_not_trained_on(model: JointTable, states: l
         evaluate_splits(estimator, model, {"new": states[20:], "old": fitted})
     reports = evaluate_splits(estimator, model, {"new": states[20:], "old": fitted}, all_states=True).reports
     assert [one["estimator"].states.trained_on for one in reports.values()] == [0, 15]
-    assert reports["old"]["distance"].states == reports["old"]["estimator"].states
+    assert reports["old"]["table"].states == reports["old"]["estimator"].states
 
 
 def test_refinement_adds_to_the_record_and_never_holds_out_what_was_trained_on(

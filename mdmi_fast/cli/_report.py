@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mdmi_fast.estimator import JudgedStates, PairReport
+    from mdmi_fast.statistics import Interval
 
 _CALIBRATION = ("[0, 0.1)", "[0.1, 0.5)", "[0.5, 1)", "1 and above")
 
@@ -52,10 +53,20 @@ def as_table(report: PairReport) -> str:
 def as_columns(reports: Mapping[str, PairReport]) -> str:
     """Several reports on the same pairs, a column each."""
     cells = [_rows(report) for report in reports.values()]
-    lines = [f"{'':<40}" + "".join(f"{name:>15}" for name in reports)] if any(reports) else []
+    lines = [f"{'':<40}" + "".join(f"{name:>17}" for name in reports)] if any(reports) else []
     for row in zip(*cells, strict=True):
-        lines.append(f"{row[0][0]:<40}" + "".join(f"{value:>15}" for _, value in row))
+        lines.append(f"{row[0][0]:<40}" + "".join(f"{value:>17}" for _, value in row))
     return "\n".join(lines)
+
+
+def as_leads(leads: Mapping[str, Interval]) -> str:
+    """By how much the estimator's r is above that of each baseline which has one."""
+    told = [
+        f"  {name:<15} {lead.value:+.3f}, 95% interval {lead.low:+.3f} to {lead.high:+.3f}"
+        for name, lead in leads.items()
+        if not math.isnan(lead.value)
+    ]
+    return "\n".join(["Pearson r above that of", *told])
 
 
 def _rows(report: PairReport) -> list[tuple[str, str]]:
@@ -63,6 +74,7 @@ def _rows(report: PairReport) -> list[tuple[str, str]]:
         ("states", f"{report.states.judged:,}"),
         ("masked pairs", f"{report.pairs:,}"),
         ("Pearson r", _number(report.pearson)),
+        ("  95% interval", _interval(*report.interval)),
     ]
     for ratio in report.by_mask_ratio:
         rows.append((f"  masked share {ratio.low:g} to {ratio.high:g}", _number(ratio.pearson)))
@@ -85,6 +97,10 @@ def _rows(report: PairReport) -> list[tuple[str, str]]:
 
 def _number(value: float) -> str:
     return "undefined" if math.isnan(value) else f"{value:.3f}"
+
+
+def _interval(low: float, high: float) -> str:
+    return "undefined" if math.isnan(low) else f"{low:.3f} to {high:.3f}"
 
 
 def _nats(value: float) -> str:

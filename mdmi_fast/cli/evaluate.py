@@ -25,7 +25,8 @@ def add(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "evaluate",
         help="judge an estimator by labels",
-        description="Compare an estimator and simple baselines with labels of states it was not trained on, of states "
+        description="Compare an estimator and simple baselines (the mean label at each distance, entropies, both, and its own "
+        "predictions in wrong places) with labels of states it was not trained on, of states "
         "under another mask law, and of states built to make it err; say whether it may be used to decode. States that "
         "the estimator was trained on, by the record in its file, are left out; those held out in its training are not.",
     )
@@ -94,12 +95,24 @@ def run(options: argparse.Namespace) -> int:
             split: {source: _report.as_dict(report) for source, report in reports.items()}
             for split, reports in evaluation.reports.items()
         }
-        print(json_text({"verdict": evaluation.verdict, "form": form, "trained_form": trained_form, "splits": told}))
+        leads = {name: lead._asdict() for name, lead in evaluation.leads.items()}
+        print(
+            json_text(
+                {
+                    "verdict": evaluation.verdict,
+                    "leads": leads,
+                    "form": form,
+                    "trained_form": trained_form,
+                    "splits": told,
+                }
+            )
+        )
     else:
         other = f" (the estimator was trained on the {trained_form} form)" if trained_form not in (None, form) else ""
         for split, reports in evaluation.reports.items():
             print(f"{split}, {form} form{other}\n{_report.as_lines(reports['estimator'].states)}")
             print(f"{_report.as_columns(reports)}\n")
+        print(_report.as_leads(evaluation.leads))
         print(evaluation.verdict)
     if options.plot is not None:
         plot_evaluation(evaluation, options.plot)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.errors import require
-from mdmi_fast.estimator.evaluate import MOST_FALSE, RATIOS, TAUS, Evaluation
+from mdmi_fast.estimator.evaluate import Evaluation
+from mdmi_fast.estimator.report import MOST_FALSE, RATIOS, TAUS
 from mdmi_fast.files import replace_file
 
 if TYPE_CHECKING:

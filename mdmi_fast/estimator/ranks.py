@@ -16,13 +16,6 @@ def row_ranks(x: Tensor, pairs: Tensor) -> Tensor:
     return (ranks.double() / 2).masked_fill(~pairs, 0.0)
 
 
-def fitted(x: Tensor, a: Tensor) -> Tensor:
-    """a + b x of least squared distance to the labels, b >= 0."""
-    spread = x - x.mean()
-    slope = float(spread @ (a - a.mean())) / max(float(spread @ spread), 1e-30)
-    return a.mean() + max(slope, 0.0) * spread
-
-
 def share(part: float, whole: float) -> float:
     return part / whole if whole else math.nan
 

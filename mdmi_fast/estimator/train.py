@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from mdmi_fast._threads import one_torch_thread
 from mdmi_fast.estimator.data import Example, Labels, ask_once, examples, read_batch, split_states
-from mdmi_fast.estimator.evaluate import PairReport, evaluate_estimator
+from mdmi_fast.estimator.evaluate import evaluate_estimator
 from mdmi_fast.estimator.loss import PairLoss, Transform
+from mdmi_fast.estimator.report import PairReport
 from mdmi_fast.estimator.scorer import E, PairScorer
 from mdmi_fast.estimator.seen import SeenStates, fingerprints, padding_of
 from mdmi_fast.estimator.table import DistanceTable
