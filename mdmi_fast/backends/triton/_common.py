@@ -238,27 +238,32 @@ class Matrix(NamedTuple):
     column: Any
 
 
+class Lines(NamedTuple):
+    """Rows or columns of a product: where each begins, whether it is there, and how far apart its entries are."""
+
+    ptrs: Any
+    inside: Any
+    step: Any
+
+
 @triton.jit
 def matrix_product(
-    x_ptrs,
-    x_inside,
-    w_ptrs,
-    w_inside,
-    w_k,
+    x,
+    w,
     D: tl.constexpr,
     OPERAND: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Rows at x_ptrs [R] times columns at w_ptrs [C], of D entries each, those of a column w_k apart; [R, C] in float32."""
-    acc = tl.zeros((x_ptrs.shape[0], w_ptrs.shape[0]), tl.float32)
+    """The `Lines` x [R] times the `Lines` w [C], of D entries each; [R, C] in float32."""
+    acc = tl.zeros((x.ptrs.shape[0], w.ptrs.shape[0]), tl.float32)
     for start in range(0, D, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        x_here = x_inside[:, None] & (k < D)[None, :]
-        w_here = w_inside[None, :] & (k < D)[:, None]
-        x = tl.load(x_ptrs[:, None] + k.to(tl.int64)[None, :], mask=x_here, other=0.0)
-        w = tl.load(w_ptrs[None, :] + k.to(tl.int64)[:, None] * w_k, mask=w_here, other=0.0)
-        acc = dot(x.to(OPERAND), w.to(OPERAND), acc, PRECISION)
+        x_here = x.inside[:, None] & (k < D)[None, :]
+        w_here = w.inside[None, :] & (k < D)[:, None]
+        left = tl.load(x.ptrs[:, None] + k.to(tl.int64)[None, :] * x.step, mask=x_here, other=0.0)
+        right = tl.load(w.ptrs[None, :] + k.to(tl.int64)[:, None] * w.step, mask=w_here, other=0.0)
+        acc = dot(left.to(OPERAND), right.to(OPERAND), acc, PRECISION)
     return acc
 
 

@@ -4,6 +4,7 @@ Alternatives are views [outer, inner, K, V] beside rows [outer, inner, V]; the p
 """
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,14 +42,22 @@ def weight_of(w, row, k, inside, sizes, ACC: tl.constexpr):
     return weight
 
 
+class Rows(NamedTuple):
+    """Rows of logits: where each begins [R, 1], and how far apart its entries are."""
+
+    ptrs: Any
+    v: Any
+
+
 @triton.jit
-def entropy_rows(x_ptrs, inside, n_v, x_v, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def entropy_rows(x, inside, n_v, ACC: tl.constexpr, COLUMNS: tl.constexpr):
     """Sums of whole rows."""
+    ROWS: tl.constexpr = inside.shape[0]
     top, total, weighted = tl.full((ROWS,), -float("inf"), ACC), tl.zeros((ROWS,), ACC), tl.zeros((ROWS,), ACC)
     for start in range(0, n_v, COLUMNS):
         columns = start + tl.arange(0, COLUMNS).to(tl.int64)
-        x = load_logits(x_ptrs + columns[None, :] * x_v, inside[:, None] & (columns < n_v)[None, :], ACC)
-        tile_top, tile_total, tile_weighted = tile_sums(x)
+        tile = load_logits(x.ptrs + columns[None, :] * x.v, inside[:, None] & (columns < n_v)[None, :], ACC)
+        tile_top, tile_total, tile_weighted = tile_sums(tile)
         top, total, weighted = merge_sums(top, total, weighted, tile_top, tile_total, tile_weighted)
     return top, total, weighted
 
@@ -61,17 +70,18 @@ def in_units(x, base, ACC: tl.constexpr):
 
 
 @triton.jit
-def kl_rows(x_ptrs, y_ptrs, inside, n_v, x_v, y_v, ACC: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums over whole rows of p (logits x) and q (logits y): top, total and weighted of p; cross, the sum of
+def kl_rows(p, q, inside, n_v, ACC: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums over whole rows of logits of p and q: top, total and weighted of p; cross, the sum of
     exp(x - top_p) ((x - top_p) - (y - top_q)) in units; top and total of q; and whether p > 0 where q = 0.
     """
+    ROWS: tl.constexpr = inside.shape[0]
     nothing, zero = tl.full((ROWS,), -float("inf"), ACC), tl.zeros((ROWS,), ACC)
     top_p, total_p, weighted, cross, top_q, total_q, escaped = nothing, zero, zero, zero, nothing, zero, zero
     for start in range(0, n_v, COLUMNS):
         columns = start + tl.arange(0, COLUMNS).to(tl.int64)
         within = inside[:, None] & (columns < n_v)[None, :]
-        x = load_logits(x_ptrs + columns[None, :] * x_v, within, ACC)
-        y = load_logits(y_ptrs + columns[None, :] * y_v, within, ACC)
+        x = load_logits(p.ptrs + columns[None, :] * p.v, within, ACC)
+        y = load_logits(q.ptrs + columns[None, :] * q.v, within, ACC)
         new_p, new_q = tl.maximum(top_p, tl.max(x, 1)), tl.maximum(top_q, tl.max(y, 1))
         base_p, base_q = above_floor(new_p), above_floor(new_q)
         shift_p = top_p - base_p

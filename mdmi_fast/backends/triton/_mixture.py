@@ -25,6 +25,7 @@ from mdmi_fast.backends.triton._common import (
 )
 from mdmi_fast.backends.triton._kl_rows import (
     UNIT,
+    Rows,
     alternatives,
     entropy_rows,
     kl_rows,
@@ -40,7 +41,7 @@ def _norms_kernel(x, sums_ptr, sizes, ACC: tl.constexpr, ROWS: tl.constexpr, COL
     block, part = part_of_program(sizes)
     row, inside = rows_of_block(block, sizes, ROWS)
     x_ptrs = (row_ptrs(x, row, sizes) + part.to(tl.int64) * actual(x.k))[:, None]
-    top, total, _ = entropy_rows(x_ptrs, inside, sizes.n_v, x.v, ACC, ROWS, COLUMNS)
+    top, total, _ = entropy_rows(Rows(x_ptrs, x.v), inside, sizes.n_v, ACC, COLUMNS)
     tl.store(part_ptrs(sums_ptr, 0, part, row, sizes), top, mask=inside)
     tl.store(part_ptrs(sums_ptr, 1, part, row, sizes), total, mask=inside)
 
@@ -115,7 +116,7 @@ def _mixture_stats_kernel(
         k = tl.cast(part, tl.int64)
         k_ptrs = x_ptrs + k * actual(x.k)
         top, total, weighted, cross, _, total_q, escaped = kl_rows(
-            k_ptrs, y_ptrs, inside, sizes.n_v, x.v, y.v, ACC, ROWS, COLUMNS
+            Rows(k_ptrs, x.v), Rows(y_ptrs, y.v), inside, sizes.n_v, ACC, COLUMNS
         )
         weight = weight_of(w, row, k, inside, sizes, ACC)
         entropy += product(weight, entropy_of(total, weighted))

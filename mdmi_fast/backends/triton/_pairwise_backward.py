@@ -132,7 +132,7 @@ def _pairwise_mlp_bwd_half_kernel(
             for start in range(0, NET.H2 if NET.H2 > 0 else 1, NET.BLOCK_N):
                 columns = start + tl.arange(0, NET.BLOCK_N)
                 if NET.H2 > 0:
-                    z = first_layer(x_b, y_b, left, right, layers, columns, NET)
+                    z = first_layer((x_b, y_b), (left, right), layers, columns, NET)
                     dz = rounded(_through_output(z, e_pairs, layers, columns, NET), layers.w1.dtype.element_ty)
                 for first_k in range(0, NET.H1, BLOCK_K):
                     k = first_k + tl.arange(0, BLOCK_K)
@@ -193,7 +193,7 @@ def _pairwise_mlp_bwd_weights_kernel(
             left_half, right_half = load_half(x_b, left, rows, NET.H1), load_half(y_b, right, rows, NET.H1)
             if NET.H2 > 0:
                 z0 = combined(left_half, right_half, layers.w1.dtype.element_ty, NET.ADD)
-                z = first_layer(x_b, y_b, left, right, layers, columns, NET)
+                z = first_layer((x_b, y_b), (left, right), layers, columns, NET)
                 dz = _through_output(z, e_pairs, layers, columns, NET)
                 dw1 = dot(tl.trans(z0), rounded(dz, z0.dtype), dw1, PRECISION)
                 db1 += tl.sum(dz, 0)

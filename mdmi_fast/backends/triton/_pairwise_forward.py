@@ -72,7 +72,7 @@ def _score(x, y, left, right, layers, NET: tl.constexpr):
     elif NET.H3 == 0:
         for start in range(0, NET.H2, NET.BLOCK_N):
             columns = start + tl.arange(0, NET.BLOCK_N)
-            z = first_layer(x, y, left, right, layers, columns, NET)
+            z = first_layer((x, y), (left, right), layers, columns, NET)
             f += tl.sum(z * load_vector(layers.w_out, columns, NET.H2)[None, :], 1)
     else:
         for start in range(0, NET.H3, NET.BLOCK_L):
@@ -80,7 +80,7 @@ def _score(x, y, left, right, layers, NET: tl.constexpr):
             acc = tl.zeros((N_PAIRS, LAST), tl.float32)
             for middle in range(0, NET.H2, NET.BLOCK_N):
                 columns = middle + tl.arange(0, NET.BLOCK_N)
-                z = first_layer(x, y, left, right, layers, columns, NET)
+                z = first_layer((x, y), (left, right), layers, columns, NET)
                 w = load_weights(layers.w2, columns, last, NET.H2, NET.H3)
                 acc = dot(rounded(z, w.dtype), w, acc, PRECISION)
             z = within(relu(acc + load_vector(layers.b2, last, NET.H3)[None, :]), last, NET.H3, NET.BLOCK_L)

@@ -113,8 +113,10 @@ def within(z, columns, N: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_layer(x, y, left, right, layers, columns, NET: tl.constexpr):
-    """relu(z W + b) [I * J, columns] in float32, of halves x and y; columns behind H2 are 0."""
+def first_layer(halves, places, layers, columns, NET: tl.constexpr):
+    """relu(z W + b) [I * J, columns] in float32, of two halves at places; columns behind H2 are 0."""
+    x, y = halves
+    left, right = places
     PRECISION: tl.constexpr = NET.PRECISION
     acc = tl.zeros((left.shape[0] * right.shape[0], columns.shape[0]), tl.float32)
     for start in range(0, NET.H1, NET.BLOCK_K):

@@ -96,7 +96,8 @@ def add_tile(state, x, columns, TOP2: tl.constexpr):
 
 
 @triton.jit
-def store_partial(partial, state, part, row, inside, sizes, TOP2: tl.constexpr):
+def store_partial(partial, state, part, rows, sizes, TOP2: tl.constexpr):
+    row, inside = rows
     tl.store(part_ptrs(partial.sums, 0, part, row, sizes), state.top, mask=inside)
     tl.store(part_ptrs(partial.sums, 1, part, row, sizes), state.total, mask=inside)
     tl.store(part_ptrs(partial.sums, 2, part, row, sizes), state.weighted, mask=inside)
@@ -107,7 +108,8 @@ def store_partial(partial, state, part, row, inside, sizes, TOP2: tl.constexpr):
 
 
 @triton.jit
-def _load_partial(partial, part, row, inside, sizes, ACC: tl.constexpr, TOP2: tl.constexpr):
+def _load_partial(partial, part, rows, sizes, ACC: tl.constexpr, TOP2: tl.constexpr):
+    row, inside = rows
     top = load_logits(part_ptrs(partial.sums, 0, part, row, sizes), inside, ACC)
     total = tl.load(part_ptrs(partial.sums, 1, part, row, sizes), mask=inside, other=0.0)
     weighted = tl.load(part_ptrs(partial.sums, 2, part, row, sizes), mask=inside, other=0.0)
@@ -124,7 +126,7 @@ def merged(partial, row, inside, sizes, ACC: tl.constexpr, TOP2: tl.constexpr):
     """The state of whole rows from partial ones."""
     state = empty_state(row.shape[0], ACC)
     for part in range(actual(sizes.n_parts)):
-        state = _merge(state, _load_partial(partial, part, row, inside, sizes, ACC, TOP2), TOP2)
+        state = _merge(state, _load_partial(partial, part, (row, inside), sizes, ACC, TOP2), TOP2)
     return state
 
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mdmi_fast.backends.triton import _common
-from mdmi_fast.backends.triton._common import Matrix, matrix_product, matrix_tile, relu, rounded
+from mdmi_fast.backends.triton._common import Lines, Matrix, matrix_product, matrix_tile, relu, rounded
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -39,8 +39,8 @@ def _dense_kernel(
     if live_ptr is not None:  # noqa: SIM102 - Triton evaluates both sides of an `and`
         if tl.max(tl.load(live_ptr + row, mask=row < n_rows, other=0).to(tl.int32)) == 0:
             return
-    w_ptrs = w.ptr + columns * w.column
-    acc = matrix_product(x_ptr + row * D, row < n_rows, w_ptrs, columns < N_OUT, w.row, D, OPERAND, PRECISION, BLOCK_K)
+    columns_of_w = Lines(w.ptr + columns * w.column, columns < N_OUT, w.row)
+    acc = matrix_product(Lines(x_ptr + row * D, row < n_rows, 1), columns_of_w, D, OPERAND, PRECISION, BLOCK_K)
     inside = (row < n_rows)[:, None] & (columns < N_OUT)[None, :]
     place = row[:, None] * N_OUT + columns[None, :]
     if b_ptr is not None:

@@ -24,6 +24,7 @@ from mdmi_fast.backends.triton._common import (
 )
 from mdmi_fast.backends.triton._kl_rows import (
     UNIT,
+    Rows,
     alternatives,
     entropy_rows,
     in_units,
@@ -55,7 +56,7 @@ def _expected_entropy_kernel(x, w, out_ptr, sizes, ACC: tl.constexpr, ROWS: tl.c
     result = tl.zeros((ROWS,), ACC)
     for i in range(actual(sizes.n_parts)):
         k = tl.cast(i, tl.int64)
-        _, total, weighted = entropy_rows(x_ptrs + k * actual(x.k), inside, sizes.n_v, x.v, ACC, ROWS, COLUMNS)
+        _, total, weighted = entropy_rows(Rows(x_ptrs + k * actual(x.k), x.v), inside, sizes.n_v, ACC, COLUMNS)
         result += product(weight_of(w, row, k, inside, sizes, ACC), entropy_of(total, weighted))
     tl.store(out_ptr + row, result.to(tl.float32), mask=inside)
 
@@ -69,7 +70,7 @@ def _expected_kl_kernel(x, w, y, out_ptr, sizes, ACC: tl.constexpr, ROWS: tl.con
     for i in range(actual(sizes.n_parts)):
         k = tl.cast(i, tl.int64)
         _, total_p, _, cross, _, total_q, escaped = kl_rows(
-            x_ptrs + k * actual(x.k), y_ptrs, inside, sizes.n_v, x.v, y.v, ACC, ROWS, COLUMNS
+            Rows(x_ptrs + k * actual(x.k), x.v), Rows(y_ptrs, y.v), inside, sizes.n_v, ACC, COLUMNS
         )
         weight = weight_of(w, row, k, inside, sizes, ACC)
         result += product(weight, kl_value(total_p, cross, total_q, escaped))
@@ -90,7 +91,7 @@ def _kl_backward_kernel(
     y_ptrs = row_ptrs(y, row, sizes)[:, None]
     dx_ptrs = (row_ptrs(dx, row, sizes) + k * actual(dx.k))[:, None]
     top_p, total_p, _, cross, top_q, total_q, escaped = kl_rows(
-        x_ptrs, y_ptrs, inside, sizes.n_v, x.v, y.v, ACC, ROWS, COLUMNS
+        Rows(x_ptrs, x.v), Rows(y_ptrs, y.v), inside, sizes.n_v, ACC, COLUMNS
     )
     kl = kl_value(total_p, cross, total_q, escaped)
     grad = tl.load(grad_ptr + row, mask=inside, other=0.0).to(ACC)
@@ -119,7 +120,7 @@ def _kl_base_backward_kernel(
     row, inside = rows_of_block(tl.program_id(0), sizes, ROWS)
     x_ptrs = row_ptrs(x, row, sizes)[:, None]
     y_ptrs = row_ptrs(y, row, sizes)[:, None]
-    top_q, total_q, _ = entropy_rows(y_ptrs, inside, sizes.n_v, y.v, ACC, ROWS, COLUMNS)
+    top_q, total_q, _ = entropy_rows(Rows(y_ptrs, y.v), inside, sizes.n_v, ACC, COLUMNS)
     for start in range(0, sizes.n_v, COLUMNS):
         columns = start + tl.arange(0, COLUMNS).to(tl.int64)
         within = inside[:, None] & (columns < sizes.n_v)[None, :]

@@ -13,6 +13,7 @@ from mdmi_fast.backends.triton import _common
 from mdmi_fast.backends.triton._common import (
     LOWEST,
     ROW_SPLIT,
+    Lines,
     Matrix,
     Sizes,
     accumulator,
@@ -74,7 +75,7 @@ def _stats_kernel(
     if partial is None:
         store_stats(out, state, row, inside, TOP2)
     else:
-        store_partial(partial, state, part, row, inside, sizes, TOP2)
+        store_partial(partial, state, part, (row, inside), sizes, TOP2)
 
 
 @triton.jit
@@ -103,12 +104,12 @@ def _linear_stats_kernel(
     for start in range(first, tl.minimum(first + SPLIT, sizes.n_v), COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         known = columns < sizes.n_v
-        w_ptrs = w.ptr + columns.to(tl.int64) * w.row
-        x = matrix_product(x_ptr + row * D, inside, w_ptrs, known, w.column, D, OPERAND, "ieee", BLOCK_K)
+        columns_of_w = Lines(w.ptr + columns.to(tl.int64) * w.row, known, w.column)
+        x = matrix_product(Lines(x_ptr + row * D, inside, 1), columns_of_w, D, OPERAND, "ieee", BLOCK_K)
         if bias_ptr is not None:
             x += tl.load(bias_ptr + columns, mask=known, other=0.0)[None, :]
         state = add_tile(state, tl.where(known[None, :], x, -float("inf")), columns, True)
-    store_partial(partial, state, part, row, inside, sizes, True)
+    store_partial(partial, state, part, (row, inside), sizes, True)
 
 
 @triton.jit
