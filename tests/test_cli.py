@@ -399,6 +399,7 @@ def test_a_table_of_distances_is_made_and_decodes_by_command(
     assert code == 0
     assert run(*train, "--distances", 4)[0] == 2
     assert run(*train, "--layers", 4)[0] == 2
+    assert run(*train[:-2], "--from", out)[0] == 2
 
 
 def test_evaluate_leaves_out_the_states_that_the_estimator_was_trained_on(

@@ -180,3 +180,13 @@ def test_a_chain_whose_couplings_depend_on_the_distance_only_is_learned() -> Non
     assert report.pearson >= 0.99
     _, blind = train_estimator(PairwiseMIEstimator(1, (8,)), model, labels, **options)
     assert not blind.pearson > 0.5
+
+
+def test_distances_that_are_none_change_nothing_and_others_are_refused() -> None:
+    torch.manual_seed(0)
+    plain = PairwiseMIEstimator(3, (8, 4))
+    assert "shift" not in plain.state_dict()
+    with pytest.raises(ValueError, match="PairwiseMIEstimator: distances must be at least 0, got -1"):
+        PairwiseMIEstimator(3, (8,), distances=-1)
+    with pytest.raises(TypeError, match="train_estimator: estimator must be a network, got a DistanceTable"):
+        train_estimator(DistanceTable([0.1]), Chain(), [])

@@ -290,10 +290,13 @@ def _device(name: str) -> torch.device:
 
 
 def _network(architecture: str, options: argparse.Namespace, model: MaskedModel) -> PairScorer:
-    from mdmi_fast.estimator import PairwiseMIEstimator, load_estimator
+    from mdmi_fast.estimator import DistanceTable, PairwiseMIEstimator, load_estimator
 
     if options.start is not None:
-        return load_estimator(options.start)
+        start = load_estimator(options.start)
+        if isinstance(start, DistanceTable):
+            raise UsageError(f"--from {options.start}: a table is fitted anew, by --architecture table")
+        return start
     named = ("layers", *_GENERAL) if architecture == "general" else ("layers",)
     given = {name: getattr(options, name) for name in named if getattr(options, name) is not None}
     if architecture == "general":

@@ -72,8 +72,9 @@ def train_estimator(
 
     The loss is `PairLoss`, where negative labels count as 0 unless the estimator's output is "identity"; the best epoch
     is that of the highest held-out correlation. An estimator that was never trained (`trained_on` is None) begins at the
-    constant nearest to the labels; one that was goes on from its weights (refinement). On a GPU the dense layers
-    multiply in bfloat16. Under torchrun the processes share the work of every batch, up to eight of them.
+    constant nearest to the labels, with `distances` at the `DistanceTable`; one that was goes on from its weights
+    (refinement). On a GPU the dense layers multiply in bfloat16. Under torchrun the processes share the work of every
+    batch, up to eight of them.
 
     On a CPU the weights that come out are the same bytes for any number of threads and processes, however often training
     was interrupted, provided the model answers a state the same every time.
@@ -110,10 +111,7 @@ def train_estimator(
             are not of one width, epochs or batch_size is less than 1, held_out or an option of the loss is out of range,
             the checkpoint is damaged or of other settings, or the loss stops being a number.
     """
-    if min(epochs, batch_size) < 1:
-        raise ValueError(f"train_estimator: epochs and batch_size must be at least 1, got {epochs} and {batch_size}")
-    if not 0 < held_out < 1:
-        raise ValueError(f"train_estimator: held_out must be a share between 0 and 1, got {held_out}")
+    _check_options(epochs, batch_size, held_out)
     loss = PairLoss(transform, underestimation, emphasis)
     states, old_states = examples(labels), [] if old is None else examples(old)
     if isinstance(estimator, DistanceTable):
@@ -145,10 +143,7 @@ def train_estimator(
         "seed": seed,
     }
     if estimator.trained_on is None:
-        # From above the labels the first steps would run into the depths where an output is 0 and has no slope.
-        mi = torch.cat([state.mi for state in train])
-        start = None if estimator.shift is None else DistanceTable.fit(train, distances=len(estimator.shift)).values
-        estimator.begin_at(loss.constant(mi if estimator.output == "identity" else mi.clamp(min=0)), start)
+        _begin(estimator, loss, train)
     estimator.seen = before.after(fingerprints([*train, *old_states], pad), judged)
     run = _Run(estimator, trainer.optimizer, None if checkpoint is None else Path(checkpoint), settings)
     train, judge, old_states = (
@@ -175,6 +170,23 @@ def train_estimator(
     estimator.load_state_dict(run.best)
     estimator.trained_on = identity(model)
     return estimator.eval(), evaluate_estimator(estimator, model, judge)
+
+
+def _check_options(epochs: int, batch_size: int, held_out: float) -> None:
+    if min(epochs, batch_size) < 1:
+        raise ValueError(f"train_estimator: epochs and batch_size must be at least 1, got {epochs} and {batch_size}")
+    if not 0 < held_out < 1:
+        raise ValueError(f"train_estimator: held_out must be a share between 0 and 1, got {held_out}")
+
+
+def _begin(estimator: PairScorer, loss: PairLoss, train: Sequence[Example]) -> None:
+    """Set fresh weights to the constant nearest to the labels, or to the table of their distances.
+
+    From above the labels the first steps would run into the depths where an output is 0 and has no slope.
+    """
+    mi = torch.cat([state.mi for state in train])
+    table = None if estimator.shift is None else DistanceTable.fit(train, distances=len(estimator.shift)).values
+    estimator.begin_at(loss.constant(mi if estimator.output == "identity" else mi.clamp(min=0)), table)
 
 
 def _check_labels(name: str, states: Sequence[Example], hidden_size: int) -> None:
