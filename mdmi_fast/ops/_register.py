@@ -61,16 +61,18 @@ class Registered(Generic[P, R]):
         if (transformed or forward_ad._current_level >= 0) and any(map(_differentiated, _tensors(args))):
             reason = "has gradients of backward calls only: neither forward mode nor torch.func.grad and its relatives"
             raise UnsupportedError([reason], self._called)
+        if not (
+            transformed
+            or torch._C._len_torch_dispatch_stack() > 0
+            or torch._C._is_tracing()
+            or _watched(args, torch.is_grad_enabled())
+        ):
+            return False
         lists = any(isinstance(value, list) for value in args)
         if lists and any(map(_functorch.is_legacy_batchedtensor, _tensors(args))):
             reason = "takes lists of tensors, which torch cannot batch here: use torch.vmap, or one gradient at a time"
             raise UnsupportedError([reason], f"{self.name} in a batch of gradients")
-        return (
-            transformed
-            or bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
-            or torch._C._len_torch_dispatch_stack() > 0
-            or _watched(args, torch.is_grad_enabled())
-        )
+        return True
 
     @property
     def _called(self) -> str:
@@ -106,11 +108,6 @@ def in_memory(x: Tensor) -> bool:
     )
 
 
-def _as_it_reads(x: Tensor) -> bool:
-    """Whether the elements of x, outside transforms, are what lies in memory: not negated lazily, not zeros without memory."""
-    return not (x.is_meta or x.is_neg() or x._is_zerotensor() or _functorch.is_legacy_batchedtensor(x))
-
-
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
@@ -137,7 +134,10 @@ def _watched(values: Iterable[Any], gradients: bool) -> bool:
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is torch.nn.Parameter:
-            if (gradients and value.requires_grad) or not _as_it_reads(value):
+            if gradients and value.requires_grad:
+                return True
+            # Its elements, outside transforms, are what lies in memory: not negated lazily, not zeros without memory.
+            if value.is_meta or value.is_neg() or value._is_zerotensor() or _functorch.is_legacy_batchedtensor(value):
                 return True
         elif isinstance(value, Tensor) or (kind is list and _watched(value, gradients)):
             return True

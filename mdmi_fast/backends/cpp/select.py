@@ -26,7 +26,7 @@ def _view(x: Tensor) -> tuple[Any, ...]:
 
 
 def _new_selection(like: Tensor) -> tuple[Tensor, Tensor]:
-    selected = torch.empty(like.shape, dtype=torch.bool, device="cpu")
+    selected = torch.empty_like(like, dtype=torch.bool, memory_format=torch.contiguous_format)
     return selected, torch.empty(like.shape[0], dtype=torch.float64, device="cpu")
 
 
