@@ -140,7 +140,8 @@ class JudgedPairs(NamedTuple):
         weights[1:] = weights.new_zeros(_DRAWS, states).scatter_add_(1, drawn, weights[1:].clone())
         n, sx, sy, xx, yy, xy = (weights @ sums).unbind(1)
         found = (n * xy - sx * sy) / ((n * xx - sx * sx) * (n * yy - sy * sy)).sqrt()
-        return found if states > 1 else torch.full_like(found, math.nan)
+        # Of predictions that are all alike rounding leaves any quotient, infinity included.
+        return found.masked_fill(~found.isfinite(), math.nan) if states > 1 else torch.full_like(found, math.nan)
 
 
 def report_of(judged: JudgedPairs, p: Tensor, partners: Tensor, tau: float, states: JudgedStates) -> PairReport:
