@@ -229,13 +229,15 @@ def _together(group: Sequence[Asked], mask_token_id: int) -> tuple[Tensor, Tenso
     """Tokens [B, N] padded on the right, and which are visible; None where no sequence says so and none is padded."""
     longest = max(len(each.tokens) for each in group)
     if all(len(each.tokens) == longest and each.attention_mask is None for each in group):
-        return torch.tensor([[*each.tokens] for each in group]), None
-    tokens = torch.full((len(group), longest), mask_token_id)
-    visible = torch.zeros(len(group), longest, dtype=torch.bool)
+        return torch.tensor([[*each.tokens] for each in group], device="cpu"), None
+    tokens = torch.full((len(group), longest), mask_token_id, dtype=torch.int64, device="cpu")
+    visible = torch.zeros(len(group), longest, dtype=torch.bool, device="cpu")
     for row, each in enumerate(group):
         length = len(each.tokens)
-        tokens[row, :length] = torch.tensor([*each.tokens])
-        visible[row, :length] = True if each.attention_mask is None else torch.tensor([*each.attention_mask])
+        tokens[row, :length] = torch.tensor([*each.tokens], device="cpu")
+        visible[row, :length] = (
+            True if each.attention_mask is None else torch.tensor([*each.attention_mask], device="cpu")
+        )
     return tokens, visible
 
 
@@ -244,7 +246,7 @@ def _allowed(group: Sequence[Asked], length: int, vocab_size: int) -> Tensor | N
     sets = [each.options.get("allowed", {}) for each in group]
     if not any(sets):
         return None
-    allowed = torch.ones(len(sets), length, vocab_size, dtype=torch.bool)
+    allowed = torch.ones(len(sets), length, vocab_size, dtype=torch.bool, device="cpu")
     for row, own in enumerate(sets):
         for position, tokens in own.items():
             allowed[row, int(position)] = False

@@ -97,7 +97,9 @@ class PairScorer(nn.Module):
             self.last.weight.zero_()
             self.last.bias.zero_()
         else:
-            self.last.bias.fill_(float(before_output(self.output, torch.tensor(nats, dtype=torch.float64))))
+            self.last.bias.fill_(
+                float(before_output(self.output, torch.tensor(nats, dtype=torch.float64, device="cpu")))
+            )
 
     @property
     def needs_step(self) -> bool:

@@ -44,7 +44,7 @@ class DistanceTable(PairScorer):
     def __init__(self, values: Sequence[float] | Tensor) -> None:
         super().__init__(1)
         self.hidden_size = 0  # it reads none
-        found = torch.as_tensor(values).detach().to("cpu", torch.float32).clone()
+        found = torch.as_tensor(values, device="cpu").detach().to("cpu", torch.float32).clone()
         if found.ndim != 1 or len(found) < 1 or not bool(found.isfinite().all()):
             raise ValueError(f"DistanceTable: values must be at least one finite number of nats, got {values}")
         self.values = nn.Parameter(found, requires_grad=False)
@@ -69,7 +69,9 @@ class DistanceTable(PairScorer):
         if distances is not None and distances < 1:
             raise ValueError(f"DistanceTable.fit: distances must be at least 1, got {distances}")
         states = examples(labels)
-        mi = torch.cat([torch.zeros(0, device="cpu"), *(state.mi.cpu() for state in states)]).double()
+        mi = torch.cat(
+            [torch.zeros(0, dtype=torch.float32, device="cpu"), *(state.mi.cpu() for state in states)]
+        ).double()
         if not len(mi) or not bool(mi.isfinite().all()):
             finite = int(mi.isfinite().sum())
             raise ValueError(
@@ -127,7 +129,7 @@ def _smoothed(mi: Tensor, index: Tensor, size: int) -> Tensor:
     # Twice minus the log-likelihood, times noise: the sum of count (value - mean)^2 and of noise (value - next)^2 / tick.
     stiff = noise / tick
     system = torch.diag(count)
-    first, second = torch.arange(size - 1), torch.arange(1, size)
+    first, second = torch.arange(size - 1, device="cpu"), torch.arange(1, size, device="cpu")
     system[first, first] += stiff
     system[second, second] += stiff
     system[first, second] -= stiff

@@ -23,8 +23,7 @@ class Selection(NamedTuple):
 
 def values_of(op: str, name: str, value: Tensor) -> Tensor:
     """The value without its gradient, in a dtype that selections take; the conversion is exact."""
-    tensor = check.floating(op, name, value)
-    tensor = tensor.detach() if tensor.requires_grad else tensor
+    tensor = check.floating(op, name, value).detach()
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
