@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from mdmi_fast.models.base import AttentiveOutput
 from mdmi_fast.tasks.text import __main__ as commands
 from mdmi_fast.tasks.text.corpus import LETTERS, TASKS, WINDOW, fetch_text, prompts, windows
 from mdmi_fast.tasks.text.model import TOKENIZER, train_model
+from mdmi_fast.tasks.text.ngram import NGram
 
 TEXT = "and god said, let there be light: and there was light. " * 40
 
@@ -66,3 +68,21 @@ def test_prompts_are_of_held_out_text(tmp_path: Path, monkeypatch: pytest.Monkey
     commands.main()
     rows = [json.loads(line)["tokens"] for line in out.read_text().splitlines()]
     assert [set(row) for row in rows] == [{1, 3}] * 3  # the mask token and "b"
+
+
+def test_an_n_gram_is_a_distribution_that_interpolates_by_hand() -> None:
+    text = "abacabad"
+    judge = NGram(text, 3)
+    for history in ("", "a", "ab", "zz", "ba"):
+        total = sum(math.exp(judge.log_p(history + letter, len(history))) for letter in "abcd")
+        assert total == pytest.approx(1.0)
+    one = {letter: (text.count(letter) + 4 * 0.25) / (8 + 4) for letter in "abcd"}
+    # After "a": b twice, c and d once, so 4 letters of 3 kinds.
+    assert math.exp(judge.log_p("ab", 1)) == pytest.approx((2 + 3 * one["b"]) / (4 + 3))
+    # After "ca": b once.
+    two = (2 + 3 * one["b"]) / (4 + 3)
+    assert math.exp(judge.log_p("cab", 2)) == pytest.approx((1 + 1 * two) / (1 + 1))
+    # The letters from a place on whose gram holds it.
+    assert judge.surprise(["abac"], [[2]])[0] == pytest.approx(-(judge.log_p("abac", 2) + judge.log_p("abac", 3)) / 2)
+    with pytest.raises(ValueError, match="NGram: n must be at least 1 and text not empty"):
+        NGram("", 2)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
 
-if TYPE_CHECKING:
-    from mdmi_fast.estimator.data import Example
-
 _TRAINED, _HELD_OUT = "seen.trained", "seen.held_out"
+
+
+class State(Protocol):
+    """What a fingerprint is taken of."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[N] int64, the mask token where masked."""
+        ...
+
+    @property
+    def positions(self) -> Tensor:
+        """[M] int64, the masked positions."""
+        ...
 
 
 class SeenStates(NamedTuple):
@@ -68,7 +79,7 @@ class SeenStates(NamedTuple):
         return seen
 
 
-def fingerprints(states: Iterable[Example], pad: int | None) -> Tensor:
+def fingerprints(states: Iterable[State], pad: int | None) -> Tensor:
     """A number for each state: the same for the same tokens and masked positions, on any machine.
 
     Args:
@@ -87,7 +98,7 @@ def padding_of(model: object) -> int | None:
     return pad
 
 
-def _fingerprint(state: Example, pad: int | None) -> int:
+def _fingerprint(state: State, pad: int | None) -> int:
     tokens = state.tokens.to("cpu", torch.int64)
     masked = torch.zeros(tokens.shape, dtype=torch.int64, device="cpu")
     masked[state.positions.cpu()] = 1
