@@ -287,7 +287,8 @@ def test_an_unreachable_redis_is_a_miss_and_one_warning(tmp_path: Path) -> None:
 
 def test_a_redis_that_hangs_costs_one_timeout_and_is_asked_again_later(redis_server: tuple[str, int]) -> None:
     url, process = redis_server
-    store = RedisStore(url, timeout=0.05, retry_after=0.5)
+    # On a machine with other work the server may take a tenth of a second to answer.
+    store = RedisStore(url, timeout=0.5, retry_after=1.0)
     cache = Cache(store)
     cache.put("key", b"answer")
     os.kill(process, signal.SIGSTOP)
@@ -296,7 +297,7 @@ def test_a_redis_that_hangs_costs_one_timeout_and_is_asked_again_later(redis_ser
         with pytest.warns(UserWarning, match="Redis does not answer"):
             assert cache.get("key") is None
         assert all(cache.get("key") is None for _ in range(100))
-        assert time.perf_counter() - start < 0.5
+        assert time.perf_counter() - start < 1.0  # and not 50 s
     finally:
         os.kill(process, signal.SIGCONT)
     deadline = time.monotonic() + 10
