@@ -780,7 +780,6 @@ def test_the_log_as_text_quotes_what_would_break_a_line() -> None:
         ),
         # Only the worker can tell.
         (("--model", "hf:./none", "--policy", "topk:2"), 1, "worker 0 cannot start: hf: there is no folder ./none"),
-        (("--model", "hf:./none", "--policy", "topk:2"), 1, "there is no folder ./none"),
         (
             ("--model", "sudoku:weak", "--policy", "CHOICE"),
             2,
