@@ -103,6 +103,9 @@ def every_kernel(n: int, k: int, beyond: int = 0) -> None:
         for layout in (call, call._replace(rows=torch.zeros(1, k, dtype=torch.int64)), call._replace(window=5)):
             pairwise.pairwise_mlp(layout)
             pairwise.pairwise_mlp_backward(torch.empty(layout.shape), layout)
+        shifted = call._replace(shift=torch.empty(7))
+        pairwise.pairwise_mlp(shifted)
+        pairwise.pairwise_mlp(shifted._replace(relation=torch.zeros(1, n, n, dtype=torch.int32)))
 
 
 CASES: dict[str, dict[str, Callable[[], None]]] = {

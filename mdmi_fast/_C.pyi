@@ -13,10 +13,11 @@ Rows = tuple[int, int, Strides3]  # address, dtype, (inner size, outer stride, i
 Stack = tuple[Rows, Strides3, int]  # rows of k = 0, (K, stride of k, rows of each), address of the weights
 Out = tuple[int, int]  # address, dtype
 Half = tuple[int, int, Strides2]
-Halves = tuple[Half, Half, Sequence[int], int, Strides2]  # u, v, shape, mask
+Shift = tuple[int, int, int, int]  # values, how many, relation, its stride
+Halves = tuple[Half, Half, Sequence[int], int, Strides2, Shift]  # u, v, shape, mask, shift
 Rule = tuple[int, bool, bool]  # symmetry, multiply, softplus
 Weights = tuple[Sequence[tuple[int, int, int, int]], int, int, float, bool]
-Gradients = tuple[int, int, Sequence[int], Sequence[int], int, int]
+Gradients = tuple[int, int, Sequence[int], Sequence[int], int, int, int]
 
 ROW_STATE_BYTES: int
 sudoku_weights: int

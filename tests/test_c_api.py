@@ -114,6 +114,13 @@ def test_scores_are_those_of_ops(library: Any, symmetry: Any, combine: Any, widt
     assert library.mdmi_score_pairs(handle, *operands, *rule, at(scores), Int(1)) == 0
     options = {"mask": mask, "combine": combine, "symmetry": symmetry, "activation": "softplus", "backend": "cpp"}
     assert scores.equal(ops.pairwise_mlp(u, v, weights, biases, w_out, 0.25, **options))
+    shift, relation = torch.randn(3), torch.randint(0, 3, (N, N), dtype=torch.int32)
+    for given in (relation, None):
+        where = None if given is None else at(given)
+        assert library.mdmi_network_shift(handle, Size(3), at(shift), Size(N), where) == 0
+        assert library.mdmi_score_pairs(handle, *operands, *rule, at(scores), Int(1)) == 0
+        shifted = ops.pairwise_mlp(u, v, weights, biases, w_out, 0.25, shift=shift, relation=given, **options)
+        assert scores.equal(shifted)
     assert library.mdmi_score_pairs(handle, *operands, Int(3), *rule[1:], at(scores), Int(1)) == -1
     assert library.mdmi_last_error() == b"mdmi_score_pairs: symmetry must lie in 0..2, got 3"
     library.mdmi_network_free(handle)

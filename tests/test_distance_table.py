@@ -149,9 +149,14 @@ def test_a_fresh_network_with_distances_begins_at_the_table(combine: Any, output
 
 
 @pytest.mark.parametrize("combine", ["concat", "interaction"])
-def test_every_path_of_a_network_with_distances_tells_the_same(combine: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "where", [{"distances": 3}, {"relation": torch.arange(49).view(7, 7) % 5}], ids=["distances", "relation"]
+)
+def test_every_path_of_a_network_that_knows_where_tells_the_same(
+    combine: Any, where: dict[str, Any], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
-    estimator = PairwiseMIEstimator(3, (8, 4), combine, rank=4, distances=3)
+    estimator = PairwiseMIEstimator(3, (8, 4), combine, rank=4, **where)
     torch.nn.init.normal_(estimator.shift)
     hidden, mask, entropy = torch.randn(3, 7, 3), torch.rand(3, 7) < 0.7, torch.rand(3, 7)
     with torch.no_grad():
@@ -165,6 +170,39 @@ def test_every_path_of_a_network_with_distances_tells_the_same(combine: Any, tmp
     assert load_estimator(tmp_path)(hidden, mask).equal(mi)
     hidden[~mask] = torch.nan
     assert estimator(hidden, mask).isfinite().all()
+
+
+def test_a_network_with_a_relation_begins_at_its_mean_labels_and_learns_them() -> None:
+    place = torch.arange(8)
+    relation = (place // 2 == place.unsqueeze(-1) // 2).int() + 2 * (place % 2 == place.unsqueeze(-1) % 2).int()
+    mi = torch.tensor([0.01, 0.5, 0.1, 0.0])[relation]
+    tokens = torch.randint(0, 2, (40, 8)).masked_fill(torch.rand(40, 8) < 0.6, 2)
+    labels = LabelSet(tokens, tokens == 2, mi.expand(40, 8, 8), torch.ones(40, 8))
+    estimator = PairwiseMIEstimator(1, (4,), relation=relation, output="identity")
+    trained, report = train_estimator(estimator, Chain(), labels, epochs=1, held_out=0.2)
+    assert report.pearson > 0.999
+    hidden, mask = torch.randn(1, 8, 1), torch.ones(1, 8, dtype=torch.bool)
+    torch.testing.assert_close(trained(hidden, mask)[0], mi.fill_diagonal_(0.0), atol=0.02, rtol=0.0)
+    with pytest.raises(ValueError, match=r"relation must be \[N, N\]"):
+        trained(torch.randn(1, 5, 1), mask[:, :5])
+
+
+@pytest.mark.parametrize(
+    ("relation", "error"),
+    [
+        (torch.zeros(3, 3), TypeError),
+        ([[0]], TypeError),
+        (torch.zeros(3, 4, dtype=torch.int64), ValueError),
+        (torch.zeros(0, 0, dtype=torch.int64), ValueError),
+        (torch.full((3, 3), -1), ValueError),
+        (torch.full((3, 3), 2**40), ValueError),
+    ],
+)
+def test_relations_that_are_none_are_refused(relation: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="relation must be"):
+        PairwiseMIEstimator(3, (4,), relation=relation)
+    with pytest.raises(ValueError, match="distances must be 0 where there is a relation, got 2"):
+        PairwiseMIEstimator(3, (4,), distances=2, relation=torch.zeros(3, 3, dtype=torch.int64))
 
 
 def test_a_chain_whose_couplings_depend_on_the_distance_only_is_learned() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mdmi_fast
 from mdmi_fast import ops, reference
-from mdmi_fast.backends.calls import Budget, PairCall, PairGradients, PairNetwork, PairRule
+from mdmi_fast.backends.calls import Budget, PairCall, PairNetwork, PairRule
 
 _C = pytest.importorskip("mdmi_fast._C", reason="the extension is not built")
 
@@ -65,23 +65,23 @@ def _inputs() -> dict[str, Tensor]:
     }
 
 
-def _flat(gradients: PairGradients) -> list[Tensor]:
-    return [gradients.u, gradients.v, *gradients.network.tensors]
-
-
 def _everything(inputs: dict[str, Tensor], network: PairNetwork) -> list[Tensor]:
     """Results of every kernel."""
     u, v, mask, grad, logits, weights, entropy, gamma, head = inputs.values()
     call = PairCall(u, v, network, PairRule("add", "mean", "softplus", "fp32"), mask)
     some, band = call._replace(rows=torch.tensor([[3, -1], [59, 0]])), call._replace(window=5)
+    shifted = call._replace(shift=torch.linspace(-1, 1, 7, dtype=torch.float32))
     mi, budget = pairwise.pairwise_mlp(call), Budget(gamma, 1.0, 1.0)
     return [
         mi,
         pairwise.pairwise_mlp(some),
         pairwise.pairwise_mlp(band),
-        *_flat(pairwise.pairwise_mlp_backward(grad, call)),
-        *_flat(pairwise.pairwise_mlp_backward(grad[:, :2], some)),
-        *_flat(pairwise.pairwise_mlp_backward(grad[..., :11], band)),
+        *pairwise.pairwise_mlp_backward(grad, call).tensors,
+        *pairwise.pairwise_mlp_backward(grad[:, :2], some).tensors,
+        *pairwise.pairwise_mlp_backward(grad[..., :11], band).tensors,
+        pairwise.pairwise_mlp(shifted),
+        *pairwise.pairwise_mlp_backward(grad[:, :2], shifted._replace(rows=some.rows)).tensors,
+        *select.score_and_select(entropy, shifted, budget),
         *stats.token_stats(logits),
         *stats.linear_token_stats(u, head, None),
         stats.entropy_backward(weights, logits),
@@ -285,7 +285,7 @@ def _check_pair_gradients() -> None:
         u[0, 0] = math.inf
         network = PairNetwork([torch.full((4, 8), 0.5)], [torch.zeros(8)], torch.ones(8), torch.zeros(()))
         rule = PairRule("add", "none", "softplus", precision)
-        du, _, (_, _, d_w_out, d_b_out) = pairwise.pairwise_mlp_backward(ones, PairCall(u, v, network, rule))
+        du, _, (_, _, d_w_out, d_b_out), _ = pairwise.pairwise_mlp_backward(ones, PairCall(u, v, network, rule))
         # the slope of softplus is 1 at inf and 1/2 at 0, where all rectifiers are closed
         assert du.flatten().tolist() == [4.0] * 4 + [0.0] * 4
         assert d_w_out.tolist() == [math.inf] * 8

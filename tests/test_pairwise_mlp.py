@@ -444,7 +444,7 @@ def test_the_registrations_are_sound(layout: str) -> None:
         "rows": (torch.tensor([[1], [-1]]), None),
         "band": (None, 2),
     }[layout]
-    options = (rows, window, some_mask(2, 5), "add", "mean", "softplus", "fp32", None)
+    options = (None, None, rows, window, some_mask(2, 5), "add", "mean", "softplus", "fp32", None)
     operands_of(u, v, (weights, biases, w_out, b_out))
     op = torch.ops.mdmi_fast.pairwise_mlp.default
     torch.library.opcheck(op, (u, v, weights, biases, w_out, b_out, *options))

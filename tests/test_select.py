@@ -333,7 +333,7 @@ def test_the_registrations_are_sound() -> None:
     torch.library.opcheck(library.select_threshold.default, (entropy, mi, mask, 0.1, 2, None))
     torch.library.opcheck(library.color.default, (mi, mask, 0.1, None))
     entropy, (*head, b_out), mask = scored(5, 4)
-    options = (None, None, mask, "add", "mean", "identity", "fp32", gamma, 1.0, 1.0, "entropy", None, None)
+    options = (None, None, None, None, mask, "add", "mean", "identity", "fp32", gamma, 1.0, 1.0, "entropy", None, None)
     torch.library.opcheck(library.score_and_select.default, (entropy, *head, torch.tensor(b_out), *options))
 
 

@@ -40,7 +40,9 @@ LAYOUTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 
 
-def compare(layout: str, widths: tuple[int, ...], gradients: bool, **options: Any) -> None:
+def compare(
+    layout: str, widths: tuple[int, ...], gradients: bool, *, relation: Tensor | None = None, **options: Any
+) -> None:
     """Scores, and the gradients of all operands, of two ragged sequences of 17 with NaN where nothing is masked."""
     name, extra = LAYOUTS[layout]
     u, v = torch.randn(2, 17, 2 * widths[0])[..., ::2], torch.randn(17, 2, widths[0]).transpose(0, 1)
@@ -48,15 +50,19 @@ def compare(layout: str, widths: tuple[int, ...], gradients: bool, **options: An
     mask[1, 9:] = False
     net = network(*widths)
     dirty = u.masked_fill(~mask.unsqueeze(2), torch.nan)
-    mine, exact = [x.detach().clone() for x in leaves(dirty, v, net)], [x.double() for x in leaves(u, v, double(net))]
+    shift = torch.randn(6)
+    mine = [x.detach().clone() for x in (*leaves(dirty, v, net), shift)]
+    exact = [x.double() for x in (*leaves(u, v, double(net)), shift)]
     n = len(net[0])
     results = []
     for operands, module in ((mine, ops), (exact, reference)):
         for x in operands:
             x.requires_grad_(gradients)
-        halves, layers = operands[:2], (operands[2 : 2 + n], operands[2 + n : 2 + 2 * n], *operands[2 + 2 * n :])
-        backend = {"backend": "triton"} if module is ops else {}
-        results.append(getattr(module, name)(*halves, *layers, *extra, mask=mask, **options, **backend))
+        *layers, by_relation = operands
+        halves, layers = layers[:2], (layers[2 : 2 + n], layers[2 + n : 2 + 2 * n], *layers[2 + 2 * n :])
+        more = {"backend": "triton"} if module is ops else {}
+        more |= {"shift": by_relation, "relation": relation, "mask": mask}
+        results.append(getattr(module, name)(*halves, *layers, *extra, **more, **options))
     # sums of up to 40 products of size 1 in float32
     torch.testing.assert_close(results[0].double(), results[1], rtol=2e-5, atol=2e-5)
     if gradients:
@@ -83,7 +89,20 @@ def test_scores_and_gradients_of_every_layout(
     layout: str, combine: str, symmetry: str, activation: str, widths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_pairwise_deep, "SCRATCH", 37 * 17 * 6)  # 6 rows of a sequence at a time
-    compare(layout, widths, True, combine=combine, symmetry=symmetry, activation=activation)
+    relation = torch.randint(0, 6, (2, 17, 17)) if activation == "softplus" else None
+    compare(layout, widths, True, relation=relation, combine=combine, symmetry=symmetry, activation=activation)
+
+
+@pytest.mark.parametrize("symmetry", ["none", "mean", "upper"])
+@pytest.mark.parametrize("widths", [(8, 16), (8, 16, 8, 4)])
+def test_a_relation_decides_whether_equal_halves_are_symmetric(symmetry: str, widths: tuple[int, ...]) -> None:
+    h, net, shift = torch.randn(1, 21, 8), network(*widths), torch.randn(4)
+    for relation in (None, torch.randint(0, 4, (21, 21), dtype=torch.int16)):
+        operands = {"shift": shift, "relation": relation, "symmetry": symmetry}
+        got = ops.pairwise_mlp(h, h, *net, **operands, backend="triton")
+        operands["shift"] = shift.double()
+        exact = reference.pairwise_mlp(h.double(), h.double(), *double(net), **operands)
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("widths", [(1,), (5, 1), (18, 33, 24), (7, 16, 5, 3)])

@@ -120,12 +120,22 @@ mdmi::RowState* states_at(uintptr_t states, int64_t n_rows) {
                      alignof(mdmi::RowState));
 }
 
-// u, v, then (batch, n, width) and the mask.
-using HalvesIn = std::tuple<TensorIn, TensorIn, std::tuple<int64_t, int64_t, int64_t>, uintptr_t, Strides2>;
+// values and how many (0: none), relation (0: by distance) and its stride from sequence to sequence.
+using ShiftIn = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;
+// u, v, then (batch, n, width), the mask, and what is added to scores.
+using HalvesIn = std::tuple<TensorIn, TensorIn, std::tuple<int64_t, int64_t, int64_t>, uintptr_t, Strides2, ShiftIn>;
 using RuleIn = std::tuple<int, bool, bool>;  // symmetry, multiply, softplus
 
+mdmi::PairShift pair_shift(const char* op, const ShiftIn& in, int64_t batch, int64_t n) {
+  const auto [values, count, relation, stride_b] = in;
+  if (count == 0) return {};
+  const int64_t sequences = stride_b == 0 ? 1 : batch;
+  return {at<float>(op, "shift", values, {count}), count,
+          at_or_null<int32_t>(op, "relation", relation, {sequences, n, n}), stride_b};
+}
+
 mdmi::Halves halves(const char* op, const HalvesIn& in) {
-  const auto& [u, v, shape, mask, mask_strides] = in;
+  const auto& [u, v, shape, mask, mask_strides, shift] = in;
   const auto& [u_data, u_dtype, u_strides] = u;
   const auto& [v_data, v_dtype, v_strides] = v;
   const auto [batch, n, width] = shape;
@@ -143,7 +153,8 @@ mdmi::Halves halves(const char* op, const HalvesIn& in) {
           width,
           at_or_null<uint8_t>(op, "mask", mask, {batch, n}),
           std::get<0>(mask_strides),
-          std::get<1>(mask_strides)};
+          std::get<1>(mask_strides),
+          pair_shift(op, shift, batch, n)};
 }
 
 mdmi::PairRule pair_rule(const RuleIn& in) {
@@ -154,7 +165,7 @@ mdmi::PairRule pair_rule(const RuleIn& in) {
 using WeightsIn =
     std::tuple<std::vector<std::tuple<uintptr_t, uintptr_t, int64_t, int64_t>>, uintptr_t, int64_t, float, bool>;
 using GradientsOut =
-    std::tuple<uintptr_t, uintptr_t, std::vector<uintptr_t>, std::vector<uintptr_t>, uintptr_t, uintptr_t>;
+    std::tuple<uintptr_t, uintptr_t, std::vector<uintptr_t>, std::vector<uintptr_t>, uintptr_t, uintptr_t, uintptr_t>;
 
 mdmi::NetworkWeights network_weights(const char* op, const WeightsIn& in) {
   const auto& [layers, w_out, last_width, b_out, bf16] = in;
@@ -167,14 +178,15 @@ mdmi::NetworkWeights network_weights(const char* op, const WeightsIn& in) {
 
 mdmi::PairGradients gradients(const char* op, const GradientsOut& out, const mdmi::NetworkWeights& network,
                               const mdmi::Halves& halves) {
-  const auto& [u, v, weights, biases, w_out, b_out] = out;
+  const auto& [u, v, weights, biases, w_out, b_out, shift] = out;
   const Sizes sizes = {halves.batch, halves.n, halves.width};
   mdmi::PairGradients to{at<float>(op, "the gradient of u", u, sizes),
                          at<float>(op, "the gradient of v", v, sizes),
                          {},
                          {},
                          at<float>(op, "the gradient of w_out", w_out, {network.last_width}),
-                         at<float>(op, "the gradient of b_out", b_out, {1})};
+                         at<float>(op, "the gradient of b_out", b_out, {1}),
+                         at_or_null<float>(op, "the gradient of shift", shift, {halves.shift.count})};
   for (size_t k = 0; k < network.layers.size(); ++k) {
     const mdmi::LayerWeights& layer = network.layers[k];
     to.weights.push_back(at<float>(op, "the gradient of weights", weights.at(k), {layer.in, layer.out}));
@@ -349,7 +361,7 @@ PYBIND11_MODULE(_C, m) {
           py::gil_scoped_release unlocked;
           const char* op = "score_and_select";
           const mdmi::Halves pairs = halves(op, in);
-          const auto& [u, v, shape, mask, mask_strides] = in;
+          const auto& [u, v, shape, mask, mask_strides, shift] = in;
           const int64_t batch = pairs.batch, n = pairs.n;
           return mdmi::score_and_select(
               network, pairs, pair_rule(rule),

@@ -16,6 +16,9 @@
 struct mdmi_network {
   mdmi::PackedNetwork packed;
   int64_t width;
+  std::vector<float> shift = {};
+  std::vector<int32_t> relation = {};
+  int64_t positions = 0;  // of the relation; 0: there is none
 };
 
 namespace {
@@ -176,6 +179,29 @@ mdmi_network* mdmi_network_new(int64_t n_layers, const int64_t* widths, const fl
 
 void mdmi_network_free(mdmi_network* network) { delete network; }
 
+int mdmi_network_shift(mdmi_network* network, int64_t count, const float* shift, int64_t n, const int32_t* relation) {
+  const char* name = "mdmi_network_shift";
+  return guarded(name, [&] {
+    if (network == nullptr) refuse(name, "network must not be NULL");
+    if (count < 0) refuse(name, "count must be at least 0, got " + std::to_string(count));
+    array(name, "shift", shift, {count});
+    if (relation != nullptr) {
+      mdmi::require_positions(name, n);
+      array(name, "relation", relation, {n, n});
+      for (int64_t k = 0; k < n * n; ++k)
+        if (relation[k] < 0 || relation[k] >= count)
+          refuse(name,
+                 "relation must be within 0.." + std::to_string(count - 1) + ", got " + std::to_string(relation[k]));
+    }
+    std::vector<float> values(shift, shift + count);
+    std::vector<int32_t> relations;
+    if (relation != nullptr) relations.assign(relation, relation + n * n);
+    network->shift.swap(values);
+    network->relation.swap(relations);
+    network->positions = relation == nullptr ? 0 : n;
+  });
+}
+
 int mdmi_score_pairs(const mdmi_network* network, int64_t batch, int64_t n, const float* u, const float* v,
                      const uint8_t* mask, int symmetry, int combine, int activation, float* scores, int threads) {
   const char* name = "mdmi_score_pairs";
@@ -190,7 +216,14 @@ int mdmi_score_pairs(const mdmi_network* network, int64_t batch, int64_t n, cons
     require_between(name, "activation", activation, MDMI_ACTIVATION_SOFTPLUS);
     array(name, "scores", scores, {batch, n, n});
     threads = checked_threads(name, threads);
-    const mdmi::Halves halves{u, v, Dtype::f32, Dtype::f32, stride, width, stride, width, batch, n, width, mask, n, 1};
+    if (network->positions != 0 && network->positions != n)
+      refuse(name, "n must be that of the network's relation, " + std::to_string(network->positions) + ", got " +
+                       std::to_string(n));
+    const mdmi::PairShift shift{network->shift.empty() ? nullptr : network->shift.data(),
+                                int64_t(network->shift.size()),
+                                network->relation.empty() ? nullptr : network->relation.data(), 0};
+    const mdmi::Halves halves{u,     v, Dtype::f32, Dtype::f32, stride, width, stride, width,
+                              batch, n, width,      mask,       n,      1,     shift};
     const mdmi::PairRule rule{mdmi::Symmetry(symmetry), combine == MDMI_COMBINE_MULTIPLY,
                               activation == MDMI_ACTIVATION_SOFTPLUS};
     mdmi::score_all(network->packed, halves, rule, scores, threads);

@@ -62,6 +62,13 @@ MDMI_API mdmi_network* mdmi_network_new(int64_t n_layers, const int64_t* widths,
                                         const float* const* biases, const float* w_out, float b_out);
 MDMI_API void mdmi_network_free(mdmi_network* network);
 
+/* From now on the scores of the network are activation(z w_out + b_out + shift[r]), r the relation of the pair:
+ * relation [n, n], in 0 .. count - 1, for sequences of n positions; or, where relation is NULL, the distance: min(|i -
+ * j|, count)
+ * - 1, for any n. shift is [count]; count 0 takes it away again. Both are copied. Not while another thread scores. */
+MDMI_API int mdmi_network_shift(mdmi_network* network, int64_t count, const float* shift, int64_t n,
+                                const int32_t* relation);
+
 /* u and v [batch, n, widths[0]]; scores [batch, n, n]: 0 on the diagonal and where an end is not masked. */
 MDMI_API int mdmi_score_pairs(const mdmi_network* network, int64_t batch, int64_t n, const float* u, const float* v,
                               const uint8_t* mask, int symmetry, int combine, int activation, float* scores,

@@ -25,11 +25,15 @@ void copy_row(const void* from, Dtype dtype, int64_t element, int64_t n, float* 
 Gathered gather(const Halves& halves) {
   Gathered gathered;
   gathered.stride = padded(halves.width);
+  gathered.n = halves.n;
+  gathered.shift = halves.shift;
   for (int64_t b = 0; b < halves.batch; ++b) {
     gathered.first.push_back(int64_t(gathered.position.size()));
     for (int64_t i = 0; i < halves.n; ++i)
-      if (halves.mask == nullptr || halves.mask[b * halves.mask_stride_b + i * halves.mask_stride_n])
+      if (halves.mask == nullptr || halves.mask[b * halves.mask_stride_b + i * halves.mask_stride_n]) {
         gathered.position.push_back(int32_t(i));
+        if (halves.shift.relation != nullptr) gathered.sequence.push_back(int32_t(b));
+      }
   }
   gathered.first.push_back(int64_t(gathered.position.size()));
   const auto fill = [&](Buffer<float>& storage, const void* data, Dtype dtype, int64_t stride_b, int64_t stride_n) {

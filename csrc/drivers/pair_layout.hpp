@@ -15,12 +15,21 @@ namespace mdmi {
 struct Gathered {
   Buffer<float> u_storage, v_storage;
   const float *u = nullptr, *v = nullptr;  // the same where the halves are equal
-  int64_t stride = 0;
-  std::vector<int32_t> position;  // of each gathered row
-  std::vector<int64_t> first;     // [batch + 1]: where each sequence begins
+  int64_t stride = 0, n = 0;
+  std::vector<int32_t> position, sequence;  // of each gathered row, the latter for a relation only
+  std::vector<int64_t> first;               // [batch + 1]: where each sequence begins
+  PairShift shift;
 
   const float* u_of(int64_t row) const { return u + row * stride; }
   const float* v_of(int64_t row) const { return v + row * stride; }
+
+  // Of two rows of one sequence.
+  int64_t relation_of(int64_t i, int64_t j) const {
+    const int64_t from = position[size_t(i)], to = position[size_t(j)];
+    if (shift.relation != nullptr) return shift.relation[sequence[size_t(i)] * shift.stride_b + from * n + to];
+    const int64_t distance = from < to ? to - from : from - to;
+    return std::max<int64_t>(1, std::min(distance, shift.count)) - 1;
+  }
 };
 
 Gathered gather(const Halves& halves);

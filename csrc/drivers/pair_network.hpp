@@ -11,7 +11,7 @@ struct DenseLayer {
   const float* bias;    // filled up with 0, as w_out below
 };
 
-// z = relu(u_i + v_j), or u_i * v_j; each layer z = relu(z W + b); the score is activation(z w_out + b_out).
+// z = relu(u_i + v_j), or u_i * v_j; each layer z = relu(z W + b); the score is activation(z w_out + b_out + shift).
 struct PairNetwork {
   int64_t width;  // of u and v
   bool multiply, softplus, bf16;
@@ -29,11 +29,12 @@ struct PairNetwork {
 };
 
 // Activations z and gradients d of a chunk of pairs, for each level from the combined halves to the last layer:
-// [pairs, stride[level]]. grad [pairs] comes in for the scores.
+// [pairs, stride[level]]. grad [pairs] comes in for the scores; shift [pairs] is added to them, null: nothing.
 struct PairTape {
   float *const *z, *const *d;
   const int64_t* stride;
   float* grad;
+  const float* shift;
 };
 
 }  // namespace mdmi

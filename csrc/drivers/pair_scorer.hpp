@@ -11,13 +11,13 @@ namespace mdmi {
 
 class PairScorer {
  public:
-  PairScorer(const PairNetwork& net, const Gathered& gathered, const PairRule& rule, bool equal_halves)
+  PairScorer(const PairNetwork& net, const Gathered& gathered, const PairRule& rule, bool symmetric)
       : kernels_(kernels()),
         net_(net),
         gathered_(gathered),
         scratch_(make_buffer<float>(size_t(2 * kernels_.pair_rows * net.widest))),
         sort_(rule.symmetry == Symmetry::upper),
-        both_ways_(rule.symmetry == Symmetry::mean && !equal_halves) {}
+        both_ways_(rule.symmetry == Symmetry::mean && !symmetric) {}
 
   // The score of gathered rows (i, j), symmetrised by the rule, will go to *to and, unless null, to *mirror.
   void add(int64_t i, int64_t j, float* to, float* mirror) {
@@ -47,12 +47,15 @@ class PairScorer {
 
   void score(const int64_t* i, const int64_t* j, float* scores) {
     const float *left[kMaxRows], *right[kMaxRows];
+    float shifts[kMaxRows] = {};
+    const float* const values = gathered_.shift.values;
+    for (int k = 0; values != nullptr && k < count_; ++k) shifts[k] = values[gathered_.relation_of(i[k], j[k])];
     for (int k = 0; k < kernels_.pair_rows; ++k) {
       const int pair = k < count_ ? k : 0;  // a tile is always full: a pair's score may not depend on its company
       left[k] = gathered_.u_of(i[pair]);
       right[k] = gathered_.v_of(j[pair]);
     }
-    kernels_.pair_scores(net_, left, right, scores, scratch_.get());
+    kernels_.pair_scores(net_, left, right, values == nullptr ? nullptr : shifts, scores, scratch_.get());
   }
 
   const Kernels& kernels_;

@@ -54,11 +54,11 @@ int64_t pairs_per_task(const PairNetwork& net) {
 }
 
 void score_layout(const PairNetwork& net, const Gathered& gathered, const PairLayout& layout, const PairRule& rule,
-                  bool equal_halves, float* out, int threads) {
+                  bool symmetric, float* out, int threads) {
   const int64_t step = pairs_per_task(net), n_pairs = layout.n_pairs(), n_tasks = (n_pairs + step - 1) / step;
   const int workers = int(std::max<int64_t>(1, std::min<int64_t>(threads, n_tasks)));
   std::vector<PairScorer> scorers;
-  for (int worker = 0; worker < workers; ++worker) scorers.emplace_back(net, gathered, rule, equal_halves);
+  for (int worker = 0; worker < workers; ++worker) scorers.emplace_back(net, gathered, rule, symmetric);
   parallel_for(n_tasks, workers, [&](int64_t task, int worker) {
     PairScorer& scorer = scorers[size_t(worker)];
     layout.for_pairs(task * step, std::min(n_pairs, (task + 1) * step), [&](const PairRow& row, int64_t j) {
@@ -75,9 +75,9 @@ void score_layout(const PairNetwork& net, const Gathered& gathered, const PairLa
 void score_all(const PackedNetwork& network, const Halves& halves, const PairRule& rule, float* out, int threads) {
   std::fill_n(out, halves.batch * halves.n * halves.n, 0.0f);
   const Gathered gathered = gather(halves);
-  const bool symmetric = rule.symmetry != Symmetry::none || halves.equal();
+  const bool symmetric = rule.symmetry != Symmetry::none || halves.symmetric();
   score_layout(network.view(halves.width, rule.multiply, rule.softplus), gathered,
-               full_layout(gathered, halves.n, symmetric), rule, halves.equal(), out, threads);
+               full_layout(gathered, halves.n, symmetric), rule, halves.symmetric(), out, threads);
 }
 
 void score_rows(const PackedNetwork& network, const Halves& halves, const PairRule& rule, const int64_t* rows,
@@ -85,16 +85,16 @@ void score_rows(const PackedNetwork& network, const Halves& halves, const PairRu
   std::fill_n(out, halves.batch * n_rows * halves.n, 0.0f);
   const Gathered gathered = gather(halves);
   score_layout(network.view(halves.width, rule.multiply, rule.softplus), gathered,
-               rows_layout(gathered, halves.n, rows, n_rows), rule, halves.equal(), out, threads);
+               rows_layout(gathered, halves.n, rows, n_rows), rule, halves.symmetric(), out, threads);
 }
 
 void score_band(const PackedNetwork& network, const Halves& halves, const PairRule& rule, int64_t window, float* out,
                 int threads) {
   std::fill_n(out, halves.batch * halves.n * (2 * window + 1), 0.0f);
   const Gathered gathered = gather(halves);
-  const bool symmetric = rule.symmetry != Symmetry::none || halves.equal();
+  const bool symmetric = rule.symmetry != Symmetry::none || halves.symmetric();
   score_layout(network.view(halves.width, rule.multiply, rule.softplus), gathered,
-               band_layout(gathered, halves.n, window, symmetric), rule, halves.equal(), out, threads);
+               band_layout(gathered, halves.n, window, symmetric), rule, halves.symmetric(), out, threads);
 }
 
 }  // namespace mdmi

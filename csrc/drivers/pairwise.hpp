@@ -35,6 +35,15 @@ class PackedNetwork {
   bool bf16_;
 };
 
+// What is added to the score of a pair by its relation, 0 .. count - 1: that of positions (i, j) of sequence b is
+// relation[b * stride_b + i * n + j] or, without one, the distance: min(|i - j|, count) - 1.
+struct PairShift {
+  const float* values = nullptr;  // null: nothing is added
+  int64_t count = 0;
+  const int32_t* relation = nullptr;
+  int64_t stride_b = 0;
+};
+
 // u or v: [batch, n, width], the last axis contiguous.
 struct Halves {
   const void *u, *v;
@@ -43,8 +52,10 @@ struct Halves {
   int64_t batch, n, width;
   const uint8_t* mask;  // null: every position is masked
   int64_t mask_stride_b, mask_stride_n;
+  PairShift shift = {};
 
   bool equal() const { return u == v && u_dtype == v_dtype && u_stride_b == v_stride_b && u_stride_n == v_stride_n; }
+  bool symmetric() const { return equal() && shift.relation == nullptr; }  // f_ij = f_ji, whatever the network
 };
 
 enum class Symmetry : int { none = 0, mean = 1, upper = 2 };

@@ -71,6 +71,7 @@ struct Sums {
   std::vector<Buffer<float>> weights, biases;
   Buffer<float> w_out;
   double b_out = 0.0;
+  std::vector<double> shift;
 };
 
 Buffer<float> zeros(int64_t n) {
@@ -104,6 +105,7 @@ class Backward {
       sums_.biases.push_back(zeros(strides_[size_t(k) + 1]));
     }
     sums_.w_out = zeros(strides_.back());
+    sums_.shift.resize(size_t(gathered.shift.values == nullptr ? 0 : gathered.shift.count), 0.0);
   }
 
   void add(int64_t i, int64_t j, float grad) {
@@ -112,6 +114,10 @@ class Backward {
     d_left_.push_back(du_.get() + i * gathered_.stride);
     d_right_.push_back(dv_.get() + j * gathered_.stride);
     grad_.push_back(grad);
+    if (!sums_.shift.empty()) {
+      relation_.push_back(gathered_.relation_of(i, j));
+      shift_.push_back(gathered_.shift.values[relation_.back()]);
+    }
     if (int64_t(grad_.size()) == capacity_) flush();
   }
 
@@ -122,16 +128,20 @@ class Backward {
       left_.push_back(left_[0]);
       right_.push_back(right_[0]);
       grad_.push_back(0.0f);
+      shift_.push_back(0.0f);
     }
     fill_tape();
     add_sums(n);
     left_.clear(), right_.clear(), d_left_.clear(), d_right_.clear(), grad_.clear();
+    relation_.clear(), shift_.clear();
   }
 
   void write(const Halves& halves, bool same_gradient, const PairGradients& out) const;
 
  private:
-  PairTape tape() { return {z_.data(), d_.data(), strides_.data(), grad_.data()}; }
+  PairTape tape() {
+    return {z_.data(), d_.data(), strides_.data(), grad_.data(), sums_.shift.empty() ? nullptr : shift_.data()};
+  }
 
   void fill_tape() {
     const int64_t n = int64_t(grad_.size());
@@ -169,6 +179,7 @@ class Backward {
     });
     kernels_.add_rows(z_.back(), strides_.back(), grad_.data(), n, sums_.w_out.get());
     for (int64_t pair = 0; pair < n; ++pair) sums_.b_out += double(grad_[size_t(pair)]);
+    for (size_t pair = 0; pair < relation_.size(); ++pair) sums_.shift[size_t(relation_[pair])] += double(grad_[pair]);
   }
 
   const Kernels& kernels_;
@@ -185,7 +196,8 @@ class Backward {
   Sums sums_;
   std::vector<const float*> left_, right_;
   std::vector<float*> d_left_, d_right_;
-  std::vector<float> grad_;
+  std::vector<float> grad_, shift_;
+  std::vector<int64_t> relation_;
 };
 
 void Backward::write(const Halves& halves, bool same_gradient, const PairGradients& out) const {
@@ -208,14 +220,15 @@ void Backward::write(const Halves& halves, bool same_gradient, const PairGradien
   }
   std::copy_n(sums_.w_out.get(), net_.n_layers == 0 ? net_.width : net_.layers[net_.n_layers - 1].out, out.w_out);
   *out.b_out = float(sums_.b_out);
+  for (size_t r = 0; r < sums_.shift.size(); ++r) out.shift[r] = float(sums_.shift[r]);
 }
 
 void backward(const NetworkWeights& network, const Halves& halves, const PairRule& rule, const Gathered& gathered,
               const PairLayout& layout, const float* grad, const PairGradients& out, int threads) {
   const Networks networks(network);
   Backward sums(networks.forward(halves.width, rule, network.bf16), networks.transposed(), gathered, rule, threads);
-  // With equal halves f_ij = f_ji: one evaluation serves both, and its gradient goes to u and v in equal parts.
-  const bool mean = rule.symmetry == Symmetry::mean, once = mean && halves.equal();
+  // Where f_ij = f_ji by themselves: one evaluation serves both, and its gradient goes to u and v in equal parts.
+  const bool mean = rule.symmetry == Symmetry::mean, once = mean && halves.symmetric();
   layout.for_pairs(0, layout.n_pairs(), [&](const PairRow& row, int64_t j) {
     const int64_t position = gathered.position[size_t(j)];
     float g = grad[row.at + row.step * position];

@@ -21,6 +21,7 @@ struct PairGradients {
   float *u, *v;
   std::vector<float*> weights, biases;
   float *w_out, *b_out;
+  float* shift;  // null without one
 };
 
 // grad has the shape of the result of score_all, score_rows or score_band.

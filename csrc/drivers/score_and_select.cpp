@@ -129,7 +129,7 @@ int64_t score_and_select(const PackedNetwork& network, const Halves& halves, con
   std::vector<std::vector<PairScorer>> scorers(static_cast<size_t>(workers));
   for (auto& mine : scorers)
     for (int k = 0; k < std::max(1, one_each ? 1 : at_one); ++k)
-      mine.emplace_back(net, gathered, pair_rule, halves.equal());
+      mine.emplace_back(net, gathered, pair_rule, halves.symmetric());
   std::vector<std::string> errors(masked.size());
   parallel_for(positions.batch, workers, [&](int64_t b, int worker) {
     spent[b] = 0.0;

@@ -29,13 +29,14 @@ struct Kernels {
   void (*stats_backward)(const Rows& logits, int64_t width, int64_t begin, int64_t end, const StatsGrad& grad,
                          const RowsOut& d_logits);
 
-  // pair_rows pairs at a time; left and right point to rows of u and v, scratch holds 2 * pair_rows * widest floats.
+  // pair_rows pairs at a time; left and right point to rows of u and v, shifts (null: none) has room for whole vectors,
+  // scratch holds 2 * pair_rows * widest floats.
   int pair_rows;
   int64_t (*slots_of)(int64_t n, bool bf16);
   // W [in, out] as slots_of(in) * (out filled up to whole vectors) floats; in bfloat16 two rows may share a float.
   void (*pack_layer)(const float* weight, int64_t in, int64_t out, bool bf16, float* panels);
-  void (*pair_scores)(const PairNetwork& net, const float* const* left, const float* const* right, float* scores,
-                      float* scratch);
+  void (*pair_scores)(const PairNetwork& net, const float* const* left, const float* const* right, const float* shifts,
+                      float* scores, float* scratch);
   // pair_rows rows through the layers, ReLU between them; scratch as for pair_scores.
   void (*mlp_rows)(const DenseLayer* layers, int64_t n_layers, const float* const* x, float* const* out, float* scratch,
                    int64_t widest);

@@ -56,6 +56,9 @@ class PairCall(NamedTuple):
         mask: [B, N] bool, True = masked; None = all.
         rows: [B, R] int64, the rows asked for, -1 for none; None = all.
         window: the farthest distance asked for; None = any.
+        shift: [R], added to the scores by the relation of the pair; None = nothing.
+        relation: [B, N, N] or [1, N, N] integers, the relation of (i, j); None = min(|i - j|, R) - 1. Backends get int32,
+            contiguous, within 0 .. R - 1.
         packed: the network as this backend packed it; None = not yet.
     """
 
@@ -66,6 +69,8 @@ class PairCall(NamedTuple):
     mask: Tensor | None = None
     rows: Tensor | None = None
     window: int | None = None
+    shift: Tensor | None = None
+    relation: Tensor | None = None
     packed: Any = None
 
     @property
@@ -78,7 +83,7 @@ class PairCall(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """The operands that have a gradient."""
-        return [self.u, self.v, *self.network.tensors]
+        return [self.u, self.v, *self.network.tensors, *([] if self.shift is None else [self.shift])]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -89,24 +94,45 @@ class PairCall(NamedTuple):
 
     @property
     def halves_are_same(self) -> bool:
-        """Whether u and v are the same elements of the same memory, so that f_ij = f_ji."""
+        """Whether u and v are the same elements of the same memory."""
         u, v = self.u, self.v
         return u is v or (u.data_ptr() == v.data_ptr() and u.stride() == v.stride() and u.dtype == v.dtype)
 
+    @property
+    def is_symmetric(self) -> bool:
+        """Whether f_ij = f_ji without a symmetry."""
+        return self.halves_are_same and self.relation is None
+
+    @property
+    def turned(self) -> PairCall:
+        """The call whose f_ij is f_ji of this one."""
+        relation = None if self.relation is None else self.relation.mT.contiguous()
+        return self._replace(u=self.v, v=self.u, relation=relation)
+
+    def relation_of(self, b: int, i: Tensor, j: Tensor) -> Tensor:
+        """The relations of pairs of positions of sequence b, int64."""
+        assert self.shift is not None
+        if self.relation is None:
+            return (i - j).abs().clamp(1, len(self.shift)) - 1
+        relation = self.relation[b if len(self.relation) > 1 else 0]
+        return relation[i, j].long()
+
     def flat(self) -> tuple[Any, ...]:
         """The arguments of a registered operator; what is packed is no tensor and stays behind."""
-        return self.u, self.v, *self.network, self.rows, self.window, self.mask, *self.rule
+        where = self.shift, self.relation, self.rows, self.window, self.mask
+        return self.u, self.v, *self.network, *where, *self.rule
 
     @classmethod
     def of(cls, *flat: Any) -> PairCall:
         """From what `flat` gave."""
-        u, v, weights, biases, w_out, b_out, rows, window, mask, *rule = flat
-        return cls(u, v, PairNetwork(list(weights), list(biases), w_out, b_out), PairRule(*rule), mask, rows, window)
+        u, v, weights, biases, w_out, b_out, shift, relation, rows, window, mask, *rule = flat
+        network = PairNetwork(list(weights), list(biases), w_out, b_out)
+        return cls(u, v, network, PairRule(*rule), mask, rows, window, shift, relation)
 
 
 PAIR_CALL = (
-    "Tensor u, Tensor v, Tensor[] weights, Tensor[] biases, Tensor w_out, Tensor b_out, Tensor? rows, SymInt? window, "
-    "Tensor? mask, str combine, str symmetry, str activation, str precision"
+    "Tensor u, Tensor v, Tensor[] weights, Tensor[] biases, Tensor w_out, Tensor b_out, Tensor? shift, Tensor? relation, "
+    "Tensor? rows, SymInt? window, Tensor? mask, str combine, str symmetry, str activation, str precision"
 )
 """The schema of `PairCall.flat`."""
 
@@ -117,6 +143,11 @@ class PairGradients(NamedTuple):
     u: Tensor
     v: Tensor
     network: PairNetwork
+    shift: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.u, self.v, *self.network.tensors, *([] if self.shift is None else [self.shift])]
 
     def like(self, call: PairCall) -> PairGradients:
         """In the dtypes of what they belong to."""
@@ -126,7 +157,8 @@ class PairGradients(NamedTuple):
             self.network.w_out.to(call.network.w_out.dtype),
             self.network.b_out.to(call.network.b_out.dtype),
         )
-        return PairGradients(self.u.to(call.u.dtype), self.v.to(call.v.dtype), network)
+        shift = None if self.shift is None or call.shift is None else self.shift.to(call.shift.dtype)
+        return PairGradients(self.u.to(call.u.dtype), self.v.to(call.v.dtype), network, shift)
 
 
 class Budget(NamedTuple):

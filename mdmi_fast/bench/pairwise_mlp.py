@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def workloads(quick: bool = False) -> list[Workload]:
     found = [_against_pytorch(n, layers, compiled=not quick and n == 256) for layers in shapes for n in sizes]
     for layers in shapes:
         for n in sizes[:1] if quick else (64, 256):
-            found += [_upper(n, layers), _equal_halves(n, layers)]
+            found += [_upper(n, layers), _equal_halves(n, layers), _shifted(n, layers)]
     found += [_small(batch) for batch in ((1,) if quick else (1, 100))]
     found += [_small_product(batch) for batch in ((1,) if quick else (1, 100))]
     if (os.cpu_count() or 1) > 1:
@@ -126,6 +126,42 @@ def _equal_halves(n: int, layers: tuple[int, ...]) -> Workload:
         expected=lambda nets: torch_ways.expected(nets[0]),
         read=lambda nets, found: torch_ways.sampled(nets[0], found),
         at_least={"a copy as the other half": 1.85},
+    )
+
+
+class _Shifted(NamedTuple):
+    net: Network
+    shift: Tensor
+    distance: Tensor
+
+
+def _shifted(n: int, layers: tuple[int, ...]) -> Workload:
+    """What a number for each distance costs, or for each relation of two positions."""
+
+    def make() -> _Shifted:
+        place = torch.arange(n, device="cpu")
+        distance = (place - place.unsqueeze(-1)).abs().clamp(1, 64) - 1
+        return _Shifted(network(1, n, layers[0], layers), torch.randn(64, device="cpu"), distance.to(torch.int32))
+
+    def scores(x: _Shifted, **shift: Any) -> Tensor:
+        return ops.pairwise_mlp(x.net.u, x.net.v, *x.net.head, **shift)
+
+    def expected(x: _Shifted) -> Tensor:
+        more = x.shift[x.distance.long()].fill_diagonal_(0.0)
+        return torch_ways.expected(x.net) + torch_ways.sampled(x.net, more.unsqueeze(0))
+
+    return Workload(
+        name=f"with a shift, {_case(n, layers)}",
+        make=make,
+        ways={
+            "by distance": lambda x: scores(x, shift=x.shift),
+            "no shift": scores,
+            "by relation": lambda x: scores(x, shift=x.shift, relation=x.distance),
+        },
+        expected=expected,
+        read=lambda x, found: torch_ways.sampled(x.net, found),
+        at_least={"no shift": 0.95},
+        unchecked=("no shift",),
     )
 
 

@@ -26,11 +26,6 @@ def masked_band(mask: Tensor, window: int) -> Tensor:
     return both
 
 
-def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x) of elementary functions, whose digits do not depend on where in a batch a number stands."""
-    return x.clamp(min=0) + (-x.abs()).exp().log1p()
-
-
 def before_output(output: str, nats: Tensor) -> Tensor:
     """What the last layer has to say for so many nats, inside the range in which the output still has a slope."""
     if output == "identity":

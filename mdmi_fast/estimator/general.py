@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.estimator.layers import Head, RowLayers
 from mdmi_fast.estimator.scorer import Output, PairScorer
@@ -39,11 +40,15 @@ class PairwiseMIEstimator(PairScorer):
             with learned weights that sum to 1. 1 takes the joined states as they are.
         distances: K > 0: a learned number for each distance |i - j| up to K, the last one beyond, is added to the last
             layer's answer: hidden states of relative positions do not tell how far apart two of them are. A fresh network
-            is trained from the mean label at each distance. All pairs are scored, those too that a selection could skip.
+            is trained from the mean label at each distance.
+        relation: [N, N] integers from 0, for sequences of N positions whose geometry is known, such as the rows, columns and
+            boxes of a board: a learned number for each relation instead of each distance.
 
     Raises:
+        TypeError: if relation is no tensor of integers.
         ValueError: if a size is less than 1 or distances less than 0, there are no layers or more than three, weighted_layers does not divide
-            hidden_size, or combine, output or marginals is unknown.
+            hidden_size, combine, output or marginals is unknown, relation is not square or negative somewhere, or both
+            distances and a relation are given.
 
     Example:
         >>> import torch
@@ -66,6 +71,7 @@ class PairwiseMIEstimator(PairScorer):
         marginals: Marginals = "none",
         weighted_layers: int = 1,
         distances: int = 0,
+        relation: Tensor | None = None,
     ) -> None:
         super().__init__(hidden_size)
         if not 1 <= len(layers) <= 3 or min(layers) < 1:
@@ -88,6 +94,10 @@ class PairwiseMIEstimator(PairScorer):
             )
         if distances < 0:
             raise ValueError(f"PairwiseMIEstimator: distances must be at least 0, got {distances}")
+        if relation is not None:
+            if distances:
+                raise ValueError(f"PairwiseMIEstimator: distances must be 0 where there is a relation, got {distances}")
+            self.relation = _checked_relation(relation)
         self.layers, self.kind, self.rank = tuple(layers), combine, rank
         self.output, self.marginals, self.weighted_layers = output, marginals, weighted_layers
         self.needs_stats = marginals != "none" or output == "bounded"
@@ -97,8 +107,9 @@ class PairwiseMIEstimator(PairScorer):
             self.layer_weights = nn.Parameter(torch.zeros(weighted_layers))
         width = hidden_size // weighted_layers + {"none": 0, "entropy": 1, "summary": 3}[marginals]
         self.distances = distances
-        if distances:
-            self.shift = nn.Parameter(torch.zeros(distances))
+        n_relations = distances if self.relation is None else int(self.relation.max()) + 1
+        if n_relations:
+            self.shift = nn.Parameter(torch.zeros(n_relations))
         if combine == "concat":
             self.left = RowLayers(width, layers[0])
             self.right = RowLayers(width, layers[0], bias=False)
@@ -155,3 +166,16 @@ class PairwiseMIEstimator(PairScorer):
             "weighted_layers": self.weighted_layers,
             "distances": self.distances,
         }
+
+
+def _checked_relation(relation: Tensor) -> Tensor:
+    """[N, N] int32, a copy."""
+    check.dense("PairwiseMIEstimator", "relation", relation)
+    if relation.is_floating_point() or relation.is_complex() or relation.dtype == torch.bool:
+        raise TypeError(f"PairwiseMIEstimator: relation must be of integers, got {check.describe(relation)}")
+    if relation.ndim != 2 or relation.shape[0] != relation.shape[1] or not relation.numel():
+        raise ValueError(f"PairwiseMIEstimator: relation must be [N, N], got {check.describe(relation)}")
+    least, most = (int(x) for x in relation.aminmax())
+    if least < 0 or most >= 2**15:
+        raise ValueError(f"PairwiseMIEstimator: relation must be within 0 .. 32767, got {least} .. {most}")
+    return relation.to(torch.int32, copy=True)

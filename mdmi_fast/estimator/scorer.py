@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.estimator.configuration import CONFIG_FILE, WEIGHTS_FILE, read_configuration
-from mdmi_fast.estimator.distances import before_output, masked_band, of_band, of_pairs, softplus
+from mdmi_fast.estimator.distances import before_output
 from mdmi_fast.estimator.layers import Head, PackedHead
 from mdmi_fast.estimator.seen import SeenStates
 from mdmi_fast.files import check_folder, replace_file
@@ -54,7 +54,9 @@ class PairScorer(nn.Module):
     needs_stats: bool = False
     """Whether the marginals must be handed over with the hidden states."""
     shift: nn.Parameter | None
-    """[K], what is added to f_ij at the distances 1 to K, the last one beyond; None: distance counts for nothing."""
+    """[R], what is added to f_ij by the relation of the pair; None: nothing."""
+    relation: Tensor | None
+    """[N, N] int32, the relations of the positions of a sequence; None: their distance, 1 to R, the last one beyond."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -66,6 +68,7 @@ class PairScorer(nn.Module):
         self.provenance: dict[str, Any] = {}
         self.precision: str | None = None
         self.register_parameter("shift", None)
+        self.register_buffer("relation", None)
         self._packed: PackedHead | None = None
 
     def read(self, hidden: Tensor, marginals: ops.TokenStats | None) -> Tensor:
@@ -85,15 +88,15 @@ class PairScorer(nn.Module):
         raise NotImplementedError
 
     @torch.no_grad()
-    def begin_at(self, nats: float, by_distance: Tensor | None = None) -> None:
+    def begin_at(self, nats: float, by_relation: Tensor | None = None) -> None:
         """Set the last bias so that a network of fresh weights predicts about so much for every pair.
 
         Args:
             nats: at least 0 unless the output is "identity"; of a bounded output as if every entropy were 1 nat.
-            by_distance: [K] nats, of a network with a `shift`: its predictions begin at exactly these instead.
+            by_relation: [R] nats, of a network with a `shift`: its predictions begin at exactly these instead.
         """
-        if self.shift is not None and by_distance is not None:
-            self.shift.copy_(before_output(self.output, by_distance))
+        if self.shift is not None and by_relation is not None:
+            self.shift.copy_(before_output(self.output, by_relation))
             self.last.weight.zero_()
             self.last.bias.zero_()
         else:
@@ -128,10 +131,6 @@ class PairScorer(nn.Module):
         scores = ops.pairwise_mlp(
             u, v, head.weights, head.biases, head.w_out, head.b_out, mask=mask, prepared=prepared, **self._options()
         )
-        if self.shift is not None:
-            scores = scores + of_pairs(self.shift, mask.shape[1])
-            if self.output != "bounded":
-                return self._nats(scores).masked_fill(~masked_pairs(mask), 0.0)
         if self.output != "bounded" or marginals is None:
             return scores
         least = torch.minimum(marginals.entropy.unsqueeze(-1), marginals.entropy.unsqueeze(-2))
@@ -158,7 +157,7 @@ class PairScorer(nn.Module):
             raise ValueError(f"{type(self).__name__}: reads the marginals too (marginals or a bounded output): no band")
         u, v = self._checked_halves(hidden, None)
         head, prepared = self._current_head()
-        scores = ops.pairwise_mlp_band(
+        return ops.pairwise_mlp_band(
             u,
             v,
             head.weights,
@@ -170,9 +169,6 @@ class PairScorer(nn.Module):
             prepared=prepared,
             **self._options(),
         )
-        if self.shift is None:
-            return scores
-        return self._nats(scores + of_band(self.shift, window)).masked_fill(~masked_band(mask, window), 0.0)
 
     def score_and_select(
         self,
@@ -260,9 +256,11 @@ class PairScorer(nn.Module):
             )
 
     def _options(self) -> dict[str, Any]:
-        activation = "softplus" if self.output == "softplus" and self.shift is None else "identity"
+        activation = "softplus" if self.output == "softplus" else "identity"
         precision = self.precision if torch.is_grad_enabled() else None
         return {
+            "shift": self.shift,
+            "relation": self.relation,
             "combine": self.combine,
             "symmetry": self.symmetry,
             "activation": activation,
@@ -272,10 +270,7 @@ class PairScorer(nn.Module):
     @property
     def _needs_all_scores(self) -> bool:
         """Whether more comes after the pair network, which the fused selection does not know."""
-        return self.output == "bounded" or self.shift is not None
-
-    def _nats(self, scores: Tensor) -> Tensor:
-        return softplus(scores) if self.output == "softplus" else scores
+        return self.output == "bounded"
 
     def _marginals(self, stats: ops.TokenStats | int | None) -> ops.TokenStats | None:
         if not self.needs_stats:
@@ -370,8 +365,10 @@ class PairScorer(nn.Module):
                 f"{folder}: holds a {config['architecture']!r} estimator, {cls.__name__} reads {cls.architecture!r}"
             )
         try:
-            estimator = cls(**config["configuration"])
             weights = load((folder / WEIGHTS_FILE).read_bytes())
+            if "relation" in weights:
+                config["configuration"]["relation"] = weights["relation"]
+            estimator = cls(**config["configuration"])
             estimator.seen = SeenStates.taken_from(weights, config.get("seen"))
             estimator.load_state_dict(weights, assign=True)  # on the CPU, in the file's dtype
         except (SafetensorError, RuntimeError, TypeError, ValueError) as error:

@@ -185,8 +185,24 @@ def _begin(estimator: PairScorer, loss: PairLoss, train: Sequence[Example]) -> N
     From above the labels the first steps would run into the depths where an output is 0 and has no slope.
     """
     mi = torch.cat([state.mi for state in train])
-    table = None if estimator.shift is None else DistanceTable.fit(train, distances=len(estimator.shift)).values
-    estimator.begin_at(loss.constant(mi if estimator.output == "identity" else mi.clamp(min=0)), table)
+    constant = loss.constant(mi if estimator.output == "identity" else mi.clamp(min=0))
+    estimator.begin_at(constant, None if estimator.shift is None else _means(estimator, train, constant))
+
+
+def _means(estimator: PairScorer, train: Sequence[Example], constant: float) -> Tensor:
+    """[R] nats, of each relation of an estimator with a `shift`; the constant where there is no label."""
+    assert estimator.shift is not None
+    size = len(estimator.shift)
+    if estimator.relation is None:
+        return DistanceTable.fit(train, distances=size).values
+    relation = estimator.relation.cpu().long()
+    total, count = torch.zeros(2, size, dtype=torch.float64, device="cpu")
+    for state in train:
+        i, j = state.pairs.cpu().unbind(-1)
+        for r in (relation[i, j], relation[j, i]):
+            total.index_add_(0, r, state.mi.cpu().double())
+            count.index_add_(0, r, torch.ones_like(r, dtype=torch.float64))
+    return torch.where(count > 0, total / count.clamp(min=1), constant).float()
 
 
 def _check_labels(name: str, states: Sequence[Example], hidden_size: int) -> None:

@@ -18,6 +18,11 @@ GivenNetwork = tuple[Sequence[Tensor], Sequence[Tensor], Tensor, Tensor | float]
 GivenRule = tuple[str, str, str, str | None]
 """combine, symmetry, activation and precision, the last None where the operands decide."""
 
+GivenShift = tuple[Tensor | None, Tensor | None]
+"""shift and relation as a caller gives them."""
+
+_WHOLE = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+
 PRECISIONS = ("fp32", "bf16", "tf32", "fp16")
 
 
@@ -80,7 +85,51 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return of_a == of_b
 
 
-def _check_prepared(op: str, prepared: PreparedPairwise, network: GivenNetwork, *halves: Tensor) -> None:
+def _check_shift(op: str, given: GivenShift, u: Tensor) -> GivenShift:
+    """Checks what is added to scores, but not what a relation holds (see `in_range`), which becomes [B, N, N] or [1, N, N]."""
+    shift, relation = given
+    if shift is None:
+        if relation is not None:
+            raise ValueError(f"{op}: relation must come with a shift, got {check.describe(relation)} and no shift")
+        return None, None
+    check.floating(op, "shift", shift)
+    if shift.ndim != 1 or len(shift) == 0:
+        raise ValueError(f"{op}: shift must be [R] with R at least 1, got {check.describe(shift)}")
+    check.same_device(op, u=u, shift=shift)
+    if relation is None:
+        return shift, None
+    check.dense(op, "relation", relation)
+    if relation.dtype not in _WHOLE:
+        raise TypeError(f"{op}: relation must be of integers, got {check.describe(relation)}")
+    square = (u.shape[-2], u.shape[-2])
+    if tuple(relation.shape) not in (square, (*u.shape[:-2], *square)):
+        raise ValueError(
+            f"{op}: relation must be [N, N] or [..., N, N] with [..., N] = {tuple(u.shape[:-1])}, "
+            f"got {check.describe(relation)}"
+        )
+    check.same_device(op, u=u, relation=relation)
+    return shift, check.one_batch(relation, 2)
+
+
+def in_range(op: str, call: PairCall) -> PairCall:
+    """The call as backends take it: its relation int32, contiguous, and within 0 .. R - 1.
+
+    Raises:
+        ValueError: on a CPU, where it is not; elsewhere that would stop the queue, and the nearest is taken.
+    """
+    shift, relation = call.shift, call.relation
+    if shift is None or relation is None:
+        return call
+    if relation.device.type != "cpu":
+        relation = relation.clamp(0, len(shift) - 1)
+    elif relation.numel():
+        least, most = (int(x) for x in relation.aminmax())
+        if least < 0 or most >= len(shift):
+            raise ValueError(f"{op}: relation must be within 0 .. R - 1 = {len(shift) - 1}, got {least} .. {most}")
+    return call._replace(relation=relation.to(torch.int32).contiguous())
+
+
+def _check_prepared(op: str, prepared: PreparedPairwise, network: GivenNetwork, *operands: Tensor | None) -> None:
     """Raises ValueError unless the weights, checked then, are as they were packed, and nothing wants a gradient."""
     if not isinstance(prepared, PreparedPairwise):
         raise TypeError(f"{op}: prepared must be made by prepare_pairwise, got {type(prepared).__name__}")
@@ -93,7 +142,7 @@ def _check_prepared(op: str, prepared: PreparedPairwise, network: GivenNetwork, 
         raise ValueError(f"{op}: prepared must be made of the weights passed with it, got it made of others")
     if prepared.versions != versions_of(prepared.tensors):
         raise ValueError(f"{op}: prepared must be made again after the weights change, got it from before")
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*halves, *tensors)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*operands, *tensors)):
         raise ValueError(f"{op}: prepared is for inference: call under torch.no_grad() or detach the operands")
 
 
@@ -102,6 +151,7 @@ def check_pairs(
     halves: tuple[Tensor, Tensor],
     network: GivenNetwork,
     rule: GivenRule,
+    shift: GivenShift,
     mask: Tensor | None,
     prepared: PreparedPairwise | None,
     backend: str | None,
@@ -114,7 +164,7 @@ def check_pairs(
     if prepared is None:
         checked = check_network(op, network)
     else:
-        _check_prepared(op, prepared, network, u, v)
+        _check_prepared(op, prepared, network, u, v, shift[0])
         checked = prepared.network
     weights, w_out = checked.weights, checked.w_out
     n_first = weights[0].shape[0] if weights else w_out.shape[0]
@@ -146,6 +196,9 @@ def check_pairs(
         checked,
         PairRule(combine, symmetry, activation, precision),
         mask,
+        None,
+        None,
+        *_check_shift(op, shift, u),
         packed=None if prepared is None else prepared.packed,
     )
     return call, backend

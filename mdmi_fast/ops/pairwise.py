@@ -12,7 +12,15 @@ from mdmi_fast import checks as check
 from mdmi_fast.backends.calls import PAIR_CALL, PairCall, PairGradients
 from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.ops._dispatch import choose, provided, run
-from mdmi_fast.ops._pairs import PRECISIONS, PreparedPairwise, check_network, check_pairs, network_tensors, versions_of
+from mdmi_fast.ops._pairs import (
+    PRECISIONS,
+    PreparedPairwise,
+    check_network,
+    check_pairs,
+    in_range,
+    network_tensors,
+    versions_of,
+)
 from mdmi_fast.ops._register import in_memory, keep, kept, registered
 
 _WIDEST = 2**31 - 1
@@ -27,6 +35,8 @@ def pairwise_mlp(
     w_out: Tensor,
     b_out: Tensor | float,
     *,
+    shift: Tensor | None = None,
+    relation: Tensor | None = None,
     mask: Tensor | None = None,
     combine: str = "add",
     symmetry: str = "mean",
@@ -37,7 +47,8 @@ def pairwise_mlp(
 ) -> Tensor:
     """Scores of a small network on every pair of positions.
 
-    z = relu(u_i + v_j) or u_i * v_j;  z = relu(z W_k + b_k) for each layer;  f_ij = activation(z . w_out + b_out)
+    z = relu(u_i + v_j) or u_i * v_j;  z = relu(z W_k + b_k) for each layer;
+    f_ij = activation(z . w_out + b_out + shift[r_ij])
 
     Args:
         u: [..., N, H1] float64, float32, bfloat16 or float16, any strides: the half of the first layer that position i gives.
@@ -46,6 +57,9 @@ def pairwise_mlp(
         biases: their biases [out].
         w_out: [H_last], the output layer.
         b_out: its bias, a tensor [] or [1] or a number.
+        shift: [R] floating, added by the relation r_ij of a pair; None = nothing.
+        relation: [N, N] or [..., N, N] integers in 0 .. R - 1, r_ij; None = the distance, min(|i - j|, R) - 1: the last number
+            of the shift holds for all beyond.
         mask: [..., N] bool, True = masked (to be scored); None = all.
         combine: "add" or "mul".
         symmetry: "none"; "mean", (f_ij + f_ji) / 2; "upper", f of the pair with i < j for both.
@@ -57,12 +71,13 @@ def pairwise_mlp(
         backend: "triton", "cpp", "torch" or None.
 
     Returns:
-        [..., N, N] float32; 0 on the diagonal and where an end is unmasked. Differentiable in u, v and the network.
+        [..., N, N] float32; 0 on the diagonal and where an end is unmasked. Differentiable in u, v, the network and the shift.
 
     Raises:
-        TypeError: an operand is not a floating tensor, mask is not bool, prepared is something else.
-        ValueError: shapes do not match, an option is not one of its choices, operands are on several devices, or prepared was made of
-            other weights.
+        TypeError: an operand is not a floating tensor, mask is not bool, relation is not of integers, prepared is something else.
+        ValueError: shapes do not match, an option is not one of its choices, operands are on several devices, prepared was made of
+            other weights, there is a relation but no shift, or, on a CPU, a relation is out of range (elsewhere it counts as
+            the nearest).
         UnsupportedError: the backend named cannot run this call.
 
     Numerics:
@@ -82,7 +97,7 @@ def pairwise_mlp(
     """
     op = "pairwise_mlp"
     network, rule = (weights, biases, w_out, b_out), (combine, symmetry, activation, precision)
-    call, backend = check_pairs(op, (u, v), network, rule, mask, prepared, backend)
+    call, backend = check_pairs(op, (u, v), network, rule, (shift, relation), mask, prepared, backend)
     return _scores(call, backend).reshape(*u.shape[:-1], u.shape[-2])
 
 
@@ -95,6 +110,8 @@ def pairwise_mlp_rows(
     b_out: Tensor | float,
     rows: Tensor,
     *,
+    shift: Tensor | None = None,
+    relation: Tensor | None = None,
     mask: Tensor | None = None,
     combine: str = "add",
     symmetry: str = "mean",
@@ -115,6 +132,8 @@ def pairwise_mlp_rows(
         w_out: the output layer.
         b_out: its bias.
         rows: [..., R] int64, positions; -1 gives a row of zeros.
+        shift: [R] or None.
+        relation: [N, N], [..., N, N] or None.
         mask: [..., N] bool or None.
         combine: "add" or "mul".
         symmetry: "none", "mean" or "upper".
@@ -124,7 +143,7 @@ def pairwise_mlp_rows(
         backend: "triton", "cpp", "torch" or None.
 
     Returns:
-        [..., R, N] float32. Differentiable in u, v and the network.
+        [..., R, N] float32. Differentiable in u, v, the network and the shift.
 
     Raises:
         TypeError: as `pairwise_mlp`; rows is not int64.
@@ -143,7 +162,7 @@ def pairwise_mlp_rows(
     """
     op = "pairwise_mlp_rows"
     network, rule = (weights, biases, w_out, b_out), (combine, symmetry, activation, precision)
-    call, backend = check_pairs(op, (u, v), network, rule, mask, prepared, backend)
+    call, backend = check_pairs(op, (u, v), network, rule, (shift, relation), mask, prepared, backend)
     check.of_kind(op, "rows", rows, torch.int64)
     if rows.ndim != u.ndim - 1 or rows.shape[:-1] != u.shape[:-2]:
         raise ValueError(f"{op}: rows must be [..., R] with {tuple(u.shape[:-2])} before R, got {check.describe(rows)}")
@@ -161,6 +180,8 @@ def pairwise_mlp_band(
     b_out: Tensor | float,
     window: int,
     *,
+    shift: Tensor | None = None,
+    relation: Tensor | None = None,
     mask: Tensor | None = None,
     combine: str = "add",
     symmetry: str = "mean",
@@ -181,6 +202,8 @@ def pairwise_mlp_band(
         w_out: the output layer.
         b_out: its bias.
         window: the farthest distance, at least 0.
+        shift: [R] or None.
+        relation: [N, N], [..., N, N] or None.
         mask: [..., N] bool or None.
         combine: "add" or "mul".
         symmetry: "none", "mean" or "upper".
@@ -190,7 +213,7 @@ def pairwise_mlp_band(
         backend: "triton", "cpp", "torch" or None.
 
     Returns:
-        [..., N, 2 * window + 1] float32. Differentiable in u, v and the network.
+        [..., N, 2 * window + 1] float32. Differentiable in u, v, the network and the shift.
 
     Raises:
         TypeError: as `pairwise_mlp`; window is not an int.
@@ -211,7 +234,7 @@ def pairwise_mlp_band(
     """
     op = "pairwise_mlp_band"
     network, rule = (weights, biases, w_out, b_out), (combine, symmetry, activation, precision)
-    call, backend = check_pairs(op, (u, v), network, rule, mask, prepared, backend)
+    call, backend = check_pairs(op, (u, v), network, rule, (shift, relation), mask, prepared, backend)
     check.whole(op, "window", window, 0, _WIDEST)
     reach = min(window, max(u.shape[-2] - 1, 0))
     band = _scores(call._replace(window=reach), backend).reshape(*u.shape[:-1], 2 * reach + 1)
@@ -287,7 +310,8 @@ def _forward(call: PairCall, backend: str | None) -> Tensor:
         least, most = (int(x) for x in rows.aminmax())
         if least < -1 or most >= n:
             raise ValueError(f"{call.op}: rows must be within -1 .. N - 1 = {n - 1}, got {least} .. {most}")
-    return run("pairwise", call.op, backend, call.tensors, call.rule.precision)(call)  # type: ignore[no-any-return]
+    function = run("pairwise", call.op, backend, call.tensors, call.rule.precision)
+    return function(in_range(call.op, call))  # type: ignore[no-any-return]
 
 
 @registered("pairwise_mlp", f"({PAIR_CALL}, str? backend) -> Tensor")
@@ -306,9 +330,10 @@ def _(*flat: Any) -> Tensor:
 def _pairwise_mlp_backward(grad: Tensor, *flat: Any) -> list[Tensor]:
     *arguments, backend = flat
     call = PairCall.of(*arguments)
+    call = in_range(call.op, call)
     backward = run("pairwise", f"{call.op}_backward", backend, call.tensors, call.rule.precision)
     gradients: PairGradients = backward(grad, call)
-    return [gradients.u, gradients.v, *gradients.network.tensors]
+    return gradients.tensors
 
 
 @_pairwise_mlp_backward.register_fake
@@ -317,10 +342,11 @@ def _(grad: Tensor, *flat: Any) -> list[Tensor]:
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    inputs = kept(ctx)
-    du, dv, *layers, d_w_out, d_b_out = _pairwise_mlp_backward(grad, *inputs)
-    n = len(layers) // 2
-    gradients = (du, dv, layers[:n], layers[n:], d_w_out, d_b_out)
+    *call, _ = inputs = kept(ctx)
+    du, dv, *others = _pairwise_mlp_backward(grad, *inputs)
+    n = len(PairCall.of(*call).network.weights)
+    d_w_out, d_b_out, *d_shift = others[2 * n :]
+    gradients = (du, dv, others[:n], others[n : 2 * n], d_w_out, d_b_out, *(d_shift or (None,)))
     return *gradients, *(None,) * (len(inputs) - len(gradients))
 
 

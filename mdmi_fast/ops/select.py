@@ -11,7 +11,7 @@ from torch import Tensor
 from mdmi_fast import checks as check
 from mdmi_fast.backends.calls import BUDGET, PAIR_CALL, Budget, PairCall
 from mdmi_fast.ops._dispatch import run
-from mdmi_fast.ops._pairs import PreparedPairwise, check_pairs
+from mdmi_fast.ops._pairs import PreparedPairwise, check_pairs, in_range
 from mdmi_fast.ops._register import registered
 from mdmi_fast.ops._selections import (
     Selection,
@@ -294,6 +294,8 @@ def score_and_select(
     gamma: float | Tensor,
     lam: float = 1.0,
     entropy_weight: float = 1.0,
+    shift: Tensor | None = None,
+    relation: Tensor | None = None,
     mask: Tensor | None = None,
     combine: str = "add",
     symmetry: str = "mean",
@@ -315,6 +317,8 @@ def score_and_select(
         biases: their biases.
         w_out: the output layer.
         b_out: its bias.
+        shift: as in `pairwise_mlp`, like relation.
+        relation: [N, N], [..., N, N] or None.
         gamma: as in `select_budget`, like lam, entropy_weight and limit.
         lam: weight of the MI.
         entropy_weight: weight of the entropy.
@@ -350,7 +354,7 @@ def score_and_select(
     h = check_entropy(op, entropy)
     network, rule = (weights, biases, w_out, b_out), (combine, symmetry, activation, precision)
     with torch.no_grad():
-        call, backend = check_pairs(op, (u, v), network, rule, mask, prepared, backend)
+        call, backend = check_pairs(op, (u, v), network, rule, (shift, relation), mask, prepared, backend)
     if u.shape[:-1] != entropy.shape:
         raise ValueError(f"{op}: u must be [..., N, H1] with [..., N] that of entropy, got {check.describe(u)}")
     check.same_device(op, entropy=entropy, u=u)
@@ -381,4 +385,4 @@ def _run_score_and_select(
 ) -> tuple[Tensor, Tensor]:
     tensors = [entropy, *call.tensors]
     select, checked = with_budget("score_and_select", budget, backend, tensors, call.rule.precision)
-    return select(entropy, call, checked)  # type: ignore[no-any-return]
+    return select(entropy, in_range("score_and_select", call), checked)  # type: ignore[no-any-return]

@@ -16,6 +16,8 @@ def pairwise_mlp(
     w_out: Tensor,
     b_out: Tensor | float,
     *,
+    shift: Tensor | None = None,
+    relation: Tensor | None = None,
     mask: Tensor | None = None,
     combine: str = "add",
     symmetry: str = "mean",
@@ -31,6 +33,11 @@ def pairwise_mlp(
     for weight, bias in zip(weights, biases, strict=True):
         z = torch.relu(z @ weight + bias)
     f = z @ w_out + b_out
+    if shift is not None:
+        place = torch.arange(n, device=u.device)
+        if relation is None:
+            relation = (place - place.unsqueeze(-1)).abs().clamp(1, len(shift)) - 1
+        f = f + shift[relation.long()]
     if activation == "softplus":
         f = torch.nn.functional.softplus(f)
     if symmetry == "mean":
@@ -50,6 +57,8 @@ def pairwise_mlp_rows(
     b_out: Tensor | float,
     rows: Tensor,
     *,
+    shift: Tensor | None = None,
+    relation: Tensor | None = None,
     mask: Tensor | None = None,
     combine: str = "add",
     symmetry: str = "mean",
@@ -57,7 +66,18 @@ def pairwise_mlp_rows(
 ) -> Tensor:
     """Rows of `pairwise_mlp` [..., R, N]; -1 is a row of zeros."""
     full = pairwise_mlp(
-        u, v, weights, biases, w_out, b_out, mask=mask, combine=combine, symmetry=symmetry, activation=activation
+        u,
+        v,
+        weights,
+        biases,
+        w_out,
+        b_out,
+        shift=shift,
+        relation=relation,
+        mask=mask,
+        combine=combine,
+        symmetry=symmetry,
+        activation=activation,
     )
     index = rows.clamp_min(0).unsqueeze(-1).expand(*rows.shape, u.shape[-2])
     return torch.where((rows >= 0).unsqueeze(-1), full.gather(-2, index), 0.0)
@@ -72,6 +92,8 @@ def pairwise_mlp_band(
     b_out: Tensor | float,
     window: int,
     *,
+    shift: Tensor | None = None,
+    relation: Tensor | None = None,
     mask: Tensor | None = None,
     combine: str = "add",
     symmetry: str = "mean",
@@ -79,7 +101,18 @@ def pairwise_mlp_band(
 ) -> Tensor:
     """The band of `pairwise_mlp`: entry [..., i, window + d] is that of the pair (i, i + d)."""
     full = pairwise_mlp(
-        u, v, weights, biases, w_out, b_out, mask=mask, combine=combine, symmetry=symmetry, activation=activation
+        u,
+        v,
+        weights,
+        biases,
+        w_out,
+        b_out,
+        shift=shift,
+        relation=relation,
+        mask=mask,
+        combine=combine,
+        symmetry=symmetry,
+        activation=activation,
     )
     n = u.shape[-2]
     columns = torch.arange(n, device=u.device)[:, None] + torch.arange(-window, window + 1, device=u.device)

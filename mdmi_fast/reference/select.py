@@ -175,6 +175,8 @@ def score_and_select(
     gamma: Tensor,
     lam: float = 1.0,
     entropy_weight: float = 1.0,
+    shift: Tensor | None = None,
+    relation: Tensor | None = None,
     mask: Tensor | None = None,
     combine: str = "add",
     symmetry: str = "mean",
@@ -183,6 +185,17 @@ def score_and_select(
 ) -> tuple[Tensor, Tensor]:
     """`pairwise_mlp`, then `select_budget` in the order of entropy."""
     mi = pairwise_mlp(
-        u, v, weights, biases, w_out, b_out, mask=mask, combine=combine, symmetry=symmetry, activation=activation
+        u,
+        v,
+        weights,
+        biases,
+        w_out,
+        b_out,
+        shift=shift,
+        relation=relation,
+        mask=mask,
+        combine=combine,
+        symmetry=symmetry,
+        activation=activation,
     )
     return select_budget(entropy, mi, gamma, lam, entropy_weight, "entropy", mask, limit)

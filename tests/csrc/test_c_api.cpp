@@ -185,6 +185,27 @@ void test_c_api() {
                        {"combine", [](Arguments& a) { a.combine = -1; }},
                        {"activation", [](Arguments& a) { a.activation = 2; }}}),
           network);
+  const float shift[] = {0.5f, 1.0f};
+  std::vector<int32_t> relation(size_t(kN * kN), 1);
+  const auto shift_refused = [&](mdmi_network* of, int64_t count, const float* by, int64_t n, const int32_t* where,
+                                 const char* argument) {
+    const std::string what = std::string("mdmi_network_shift refuses a bad ") + argument;
+    expect(mdmi_network_shift(of, count, by, n, where) == -1, what);
+    expect(std::string(mdmi_last_error()).find(std::string("mdmi_network_shift: ") + argument) == 0, what + " by name");
+  };
+  expect(mdmi_network_shift(network, 2, shift, kN, relation.data()) == 0, "a relation");
+  shift_refused(nullptr, 2, shift, kN, nullptr, "network");
+  shift_refused(network, -1, shift, kN, nullptr, "count");
+  shift_refused(network, 2, nullptr, kN, nullptr, "shift");
+  shift_refused(network, 2, shift, -1, relation.data(), "n");
+  shift_refused(network, 2, shift, kN, one_byte_on(relation.data()), "relation");
+  shift_refused(network, 1, shift, kN, relation.data(), "relation");
+  Arguments longer;
+  longer.network = network;
+  longer.n = kN - 1;
+  expect(score_pairs(longer) == -1, "a relation of other positions");
+  expect(mdmi_network_shift(network, 0, nullptr, 0, nullptr) == 0, "no shift any more");
+  expect(score_pairs(longer) == 0, "positions without a relation");
   mdmi_network_free(network);
   mdmi_network_free(nullptr);
 

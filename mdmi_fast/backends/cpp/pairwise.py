@@ -60,10 +60,20 @@ class Pairs:
     def __init__(self, call: PairCall) -> None:
         self.u, half_u = _half(call.u)
         self.v, half_v = (self.u, half_u) if call.halves_are_same else _half(call.v)
-        self.halves = (half_u, half_v, call.u.shape, *mask_of(call.mask))
+        self.halves = (half_u, half_v, call.u.shape, *mask_of(call.mask), self._shift(call))
         rule = call.rule
         self.rule = (SYMMETRY[rule.symmetry], rule.combine == "mul", rule.activation == "softplus")
         self.rows = None if call.rows is None else call.rows.contiguous()
+
+    def _shift(self, call: PairCall) -> tuple[int, int, int, int]:
+        shift, self.relation = call.shift, call.relation
+        if shift is None:
+            return 0, 0, 0, 0
+        self.shift = shift.float().contiguous()
+        where = self.shift.data_ptr(), len(self.shift)
+        if self.relation is None or not self.relation.numel():
+            return *where, 0, 0
+        return *where, self.relation.data_ptr(), self.relation.stride(0) if len(self.relation) > 1 else 0
 
 
 def packed_network(call: PairCall) -> _C.PackedNetwork:
@@ -90,7 +100,9 @@ def pairwise_mlp_backward(grad: Tensor, call: PairCall) -> PairGradients:
     d_u, d_v = (torch.empty(x.shape, dtype=torch.float32, device="cpu") for x in (call.u, call.v))
     d_weights, d_biases = ([torch.empty_like(x) for x in xs] for xs in (network.weights, network.biases))
     d_b_out = torch.empty((), dtype=torch.float32, device="cpu")
-    out = PairGradients(d_u, d_v, PairNetwork(d_weights, d_biases, torch.empty_like(network.w_out), d_b_out))
+    d_shift = None if call.shift is None else torch.empty(call.shift.shape, dtype=torch.float32, device="cpu")
+    d_network = PairNetwork(d_weights, d_biases, torch.empty_like(network.w_out), d_b_out)
+    out = PairGradients(d_u, d_v, d_network, d_shift)
     addresses = (
         out.u.data_ptr(),
         out.v.data_ptr(),
@@ -98,6 +110,7 @@ def pairwise_mlp_backward(grad: Tensor, call: PairCall) -> PairGradients:
         [x.data_ptr() for x in out.network.biases],
         out.network.w_out.data_ptr(),
         out.network.b_out.data_ptr(),
+        0 if d_shift is None else d_shift.data_ptr(),
     )
     common, last = (network.addresses, pairs.halves, pairs.rule), (grad.data_ptr(), addresses, get_num_threads())
     if pairs.rows is not None:

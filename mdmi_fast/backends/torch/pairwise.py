@@ -130,6 +130,15 @@ class _Band:
             yield _Tile(i, j, (place, mirrored) if symmetric else (place,))
 
 
+class _Sequence(NamedTuple):
+    """The positions to score of one sequence: the halves u and v [n, H1], and which sequence and positions [n] they are."""
+
+    u: Tensor
+    v: Tensor
+    b: int
+    positions: Tensor
+
+
 class _Network:
     """The network of a call, in the dtype that sums are made in."""
 
@@ -142,55 +151,63 @@ class _Network:
         self.biases = [b.to(self.dtype).contiguous() for b in biases]
         self.w_out, self.b_out = w_out.to(self.dtype).contiguous(), b_out.to(self.dtype)
         self.n_pairs = tile_rows(max([call.u.shape[-1], *(w.shape[1] for w in weights)]), call.u.device)
-        self.same_halves = call.halves_are_same
+        self.is_symmetric = call.is_symmetric
+        self.call, self.shift = call, None if call.shift is None else call.shift.to(self.dtype)
 
     def _rounded(self, x: Tensor) -> Tensor:
         return x.bfloat16().to(x.dtype) if self.bf16 else x
 
-    def _layers(self, left: Tensor, right: Tensor) -> list[Tensor]:
+    def _relation(self, of: _Sequence, i: Tensor, j: Tensor) -> Tensor:
+        return self.call.relation_of(of.b, of.positions[i], of.positions[j])
+
+    def _layers(self, of: _Sequence, i: Tensor, j: Tensor) -> list[Tensor]:
         """Activations [P, H] of every layer, the combined halves first, and f before its activation [P] at last."""
+        left, right = of.u[i], of.v[j]
         activations = [(left + right).relu_() if self.combine == "add" else left * right]
         for weight, bias in zip(self.weights, self.biases, strict=True):
             activations.append(torch.addmm(bias, self._rounded(activations[-1]), weight).relu_())
-        return [*activations, torch.mv(activations[-1], self.w_out) + self.b_out]
+        f = torch.mv(activations[-1], self.w_out) + self.b_out
+        return [*activations, f if self.shift is None else f + self.shift[self._relation(of, i, j)]]
 
-    def _directed(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        f = self._layers(u[i], v[j])[-1]
+    def _directed(self, of: _Sequence, i: Tensor, j: Tensor) -> Tensor:
+        f = self._layers(of, i, j)[-1]
         return torch.nn.functional.softplus(f) if self.activation == "softplus" else f
 
-    def score(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Symmetrised scores [P] of pairs of rows of u and v [n, H1]."""
+    def score(self, of: _Sequence, i: Tensor, j: Tensor) -> Tensor:
+        """Symmetrised scores [P] of pairs of a sequence's rows."""
         if self.symmetry == "upper":
             i, j = torch.minimum(i, j), torch.maximum(i, j)
-        f = self._directed(u, v, i, j)
-        if self.symmetry == "mean" and not self.same_halves:
-            f = (f + self._directed(u, v, j, i)) / 2
+        f = self._directed(of, i, j)
+        if self.symmetry == "mean" and not self.is_symmetric:
+            f = (f + self._directed(of, j, i)) / 2
         return f
 
-    def no_gradients(self) -> PairNetwork:
-        """Sums that `add_gradients` adds to."""
-        return PairNetwork(
+    def no_gradients(self) -> tuple[PairNetwork, Tensor | None]:
+        """Sums that `add_gradients` adds to, of the network and of the shift."""
+        network = PairNetwork(
             [torch.zeros_like(w) for w in self.weights],
             [torch.zeros_like(b) for b in self.biases],
             torch.zeros_like(self.w_out),
             torch.zeros_like(self.b_out),
         )
+        return network, None if self.shift is None else torch.zeros_like(self.shift)
 
-    def add_gradients(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor, grad: Tensor, sums: PairGradients) -> None:
+    def add_gradients(self, of: _Sequence, i: Tensor, j: Tensor, grad: Tensor, sums: PairGradients) -> None:
         """Adds the gradients of the symmetrised scores times grad [P], those of u and v [n, H1] among them."""
         if self.symmetry == "upper":
             i, j = torch.minimum(i, j), torch.maximum(i, j)
         if self.symmetry == "mean":
             grad = grad / 2
-            self._add_directed(u, v, j, i, grad, sums)
-        self._add_directed(u, v, i, j, grad, sums)
+            self._add_directed(of, j, i, grad, sums)
+        self._add_directed(of, i, j, grad, sums)
 
-    def _add_directed(self, u: Tensor, v: Tensor, i: Tensor, j: Tensor, grad: Tensor, sums: PairGradients) -> None:
-        left, right = u[i], v[j]
-        *activations, f = self._layers(left, right)
+    def _add_directed(self, of: _Sequence, i: Tensor, j: Tensor, grad: Tensor, sums: PairGradients) -> None:
+        *activations, f = self._layers(of, i, j)
         if self.activation == "softplus":
             grad = grad * f.sigmoid()
-        du, dv, network = sums
+        du, dv, network, d_shift = sums
+        if d_shift is not None:
+            d_shift.index_add_(0, self._relation(of, i, j), grad)
         network.b_out.add_(grad.sum())
         network.w_out.add_(torch.mv(activations[-1].T, grad))
         dz = torch.outer(grad, self.w_out)
@@ -204,8 +221,8 @@ class _Network:
             du.index_add_(0, i, dz)
             dv.index_add_(0, j, dz)
         else:
-            du.index_add_(0, i, dz * right)
-            dv.index_add_(0, j, dz * left)
+            du.index_add_(0, i, dz * of.v[j])
+            dv.index_add_(0, j, dz * of.u[i])
 
 
 def _sequence(x: Tensor, masked: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -234,13 +251,14 @@ def _layout(call: PairCall) -> _Layout:
 def _forward(network: _Network, layout: _Layout, call: PairCall) -> Tensor:
     u, v = call.u, call.v
     result = torch.zeros((u.shape[0], *layout.shape), dtype=torch.float32, device=u.device)
-    symmetric = network.symmetry != "none" or network.same_halves
+    symmetric = network.symmetry != "none" or network.is_symmetric
     for b, masked in enumerate(_all_masked(call.mask, u).unbind(0)):
         positions = _positions(masked)
         left, right = (_sequence(x[b], masked, positions, network.dtype) for x in (u, v))
+        sequence = _Sequence(left, right, b, positions)
         out = result[b].view(-1)
         for i, j, places in layout.tiles(b, positions, symmetric, network.n_pairs):
-            scores = network.score(left, right, i, j).to(torch.float32)
+            scores = network.score(sequence, i, j).to(torch.float32)
             for place in places:
                 out[place] = scores
         result[b].masked_fill_(~layout.keep(b, masked), 0.0)
@@ -250,18 +268,19 @@ def _forward(network: _Network, layout: _Layout, call: PairCall) -> Tensor:
 def _backward(network: _Network, layout: _Layout, grad: Tensor, call: PairCall) -> PairGradients:
     u, v = call.u, call.v
     du, dv = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (u, v))
-    d_network = network.no_gradients()
+    d_network, d_shift = network.no_gradients()
     for b, masked in enumerate(_all_masked(call.mask, u).unbind(0)):
         positions = _positions(masked)
         left, right = (_sequence(x[b], masked, positions, network.dtype) for x in (u, v))
-        sums = PairGradients(torch.zeros_like(left), torch.zeros_like(right), d_network)
+        sequence = _Sequence(left, right, b, positions)
+        sums = PairGradients(torch.zeros_like(sequence.u), torch.zeros_like(sequence.v), d_network, d_shift)
         g = grad[b].masked_fill(~layout.keep(b, masked), 0.0).to(network.dtype).reshape(-1)
         for i, j, places in layout.tiles(b, positions, network.symmetry != "none", network.n_pairs):
             g_pairs = g[places[0]] if len(places) == 1 else g[places[0]] + g[places[1]]
-            network.add_gradients(left, right, i, j, g_pairs, sums)
+            network.add_gradients(sequence, i, j, g_pairs, sums)
         du[b, positions] = sums.u.to(u.dtype)
         dv[b, positions] = sums.v.to(v.dtype)
-    return PairGradients(du, dv, d_network).like(call)
+    return PairGradients(du, dv, d_network, d_shift).like(call)
 
 
 def pairwise_mlp(call: PairCall) -> Tensor:

@@ -46,6 +46,18 @@ class Layout(NamedTuple):
     window: Any
 
 
+class Shift(NamedTuple):
+    """What is added to scores by the relation of a pair: [R], or None; the relation [N, N] int32, or None: by distance; strides of its
+    sequences and rows, and R. The last three are `varying`.
+    """
+
+    ptr: Any
+    relation: Any
+    batch: Any
+    row: Any
+    count: Any
+
+
 class Places(NamedTuple):
     """Where the pairs are in the result: its first element, strides of sequences and left positions, and the place of pair
     (0, 0); strides and place are `varying`.
@@ -58,8 +70,23 @@ class Places(NamedTuple):
 
 
 @triton.jit
-def _score(x, y, left, right, layers, NET: tl.constexpr):
-    """f [I, J] of halves x and y."""
+def _shift_of(shift, b, i, j):
+    """[I, J] float32: what is added to the scores of positions i and j, which broadcast, of sequence b; None: nothing."""
+    if shift.ptr is None:
+        more = None
+    else:
+        if shift.relation is None:
+            r = tl.minimum(tl.maximum(tl.abs(i - j), 1), actual(shift.count)) - 1
+        else:
+            place = b * actual(shift.batch) + i.to(tl.int64) * actual(shift.row) + j.to(tl.int64)
+            r = tl.load(shift.relation + place)
+        more = tl.load(shift.ptr + r)
+    return more
+
+
+@triton.jit
+def _score(x, y, left, right, layers, more, NET: tl.constexpr):
+    """f [I, J] of halves x and y, more [I, J] added before the activation, or None."""
     N_PAIRS: tl.constexpr = left.shape[0] * right.shape[0]
     LAST: tl.constexpr = NET.BLOCK_L
     PRECISION: tl.constexpr = NET.PRECISION
@@ -86,6 +113,8 @@ def _score(x, y, left, right, layers, NET: tl.constexpr):
             z = within(relu(acc + load_vector(layers.b2, last, NET.H3)[None, :]), last, NET.H3, NET.BLOCK_L)
             f += tl.sum(z * load_vector(layers.w_out, last, NET.H3)[None, :], 1)
     f += tl.load(layers.b_out)
+    if more is not None:
+        f += tl.reshape(more, (N_PAIRS,))
     if NET.SOFTPLUS:
         f = tl.maximum(f, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(f)))
     return tl.reshape(f, (left.shape[0], right.shape[0]))
@@ -111,6 +140,7 @@ def _pairwise_mlp_fwd_kernel(
     u,
     v,
     layers,
+    shift,
     rows_ptr,
     positions_ptr,
     out,
@@ -165,9 +195,10 @@ def _pairwise_mlp_fwd_kernel(
     if tl.max(keep.to(tl.int32)) == 0:  # behind the last masked position
         return
     x, y = of_sequence(u, b), of_sequence(v, b)
-    f = _score(x, y, left, right, layers, NET)
+    i, j = tl.maximum(left, 0)[:, None], tl.maximum(right, 0)[None, :]
+    f = _score(x, y, left, right, layers, _shift_of(shift, b, i, j), NET)
     if MEAN or UPPER:
-        f_back = _score(y, x, left, right, layers, NET)
+        f_back = _score(y, x, left, right, layers, _shift_of(shift, b, j, i), NET)
         f = (f + f_back) / 2 if MEAN else tl.where(left[:, None] < right[None, :], f, f_back)
     out_ptr = out.ptr + b * actual(out.batch) + actual(out.first)
     out_column = right.to(tl.int64)
@@ -179,17 +210,26 @@ def _pairwise_mlp_fwd_kernel(
 # --- launching
 
 
+def shift_of(call: PairCall) -> Shift:
+    shift, relation = call.shift, call.relation
+    if shift is None:
+        return Shift(None, None, *map(varying, (0, 0, 1)))
+    shift = shift.float().contiguous()
+    batch = 0 if relation is None or len(relation) == 1 else relation.stride(0)
+    return Shift(shift, relation, *map(varying, (batch, call.u.shape[1], len(shift))))
+
+
 def score(call: PairCall, network: Network) -> Tensor:
     """The scores of a call that asks for some; its rows are int32, those that are not scored -1."""
     halves, (combine, symmetry, activation, _), window = halves_of(call), call.rule, call.window
-    u, v = halves.u, halves.v
+    u, v, symmetric = halves.u, halves.v, call.is_symmetric
     batch, n_left, n_columns = call.shape
     n = u.shape[1]
     result = torch.zeros((batch, n_left, n_columns), dtype=torch.float32, device=u.device)
     places = (result.stride(0), n if window is None else 2 * window, window or 0)
     places = Places(result, *map(varying, places))
     positions = masked_positions(call.mask)
-    mirror = call.rows is None and (symmetry != "none" or halves.same)
+    mirror = call.rows is None and (symmetry != "none" or symmetric)
 
     def run(tile: PairTile) -> None:
         tiles_i, tiles_j = triton.cdiv(n_left, tile.i), triton.cdiv(n, tile.j)
@@ -208,13 +248,14 @@ def score(call: PairCall, network: Network) -> Tensor:
             half_of(u),
             half_of(v),
             network.layers,
+            shift_of(call),
             call.rows,
             positions,
             places,
             Layout(*map(varying, (n, n_left, n_programs, tiles_j, window or 0))),
             NET=network.net(tile, combine, activation),
-            MEAN=symmetry == "mean" and not halves.same,
-            UPPER=symmetry == "upper" and not halves.same and not mirror,
+            MEAN=symmetry == "mean" and not symmetric,
+            UPPER=symmetry == "upper" and not symmetric and not mirror,
             MIRROR=mirror,
             BAND=window is not None,
         )

@@ -43,6 +43,24 @@ def _kept(call: PairCall, own: Tensor, other: Tensor) -> Tensor:
     return keep & masked[b, own.clamp(-1, n)] & masked[b, other.clamp(-1, n)]
 
 
+def _relation(call: PairCall, own: Tensor, other: Tensor) -> Tensor:
+    """Of the pairs of a layout [B or 1, ...], anything where there is none."""
+    n = call.u.shape[1]
+    own, other = own.clamp(0, n - 1), other.clamp(0, n - 1)
+    if call.relation is None:
+        return call.relation_of(0, own, other)
+    b = torch.arange(len(call.relation), device=own.device).view(-1, 1, 1)
+    return call.relation[b, own, other].long()
+
+
+def _shift_gradient(call: PairCall, own: Tensor, other: Tensor, e: Tensor) -> Tensor | None:
+    """[R] float32, from e at the pairs of a layout: the sums over each relation, without atomics."""
+    if call.shift is None:
+        return None
+    relation = _relation(call, own, other)
+    return torch.stack([torch.where(relation == r, e, 0.0).sum() for r in range(len(call.shift))])
+
+
 def _transposed(x: Tensor, window: int | None) -> Tensor:
     """x at (j, i) for every (i, j) of all pairs or of a band; anything at places outside the sequence."""
     if window is None:
@@ -95,11 +113,14 @@ def _deep_scores(call: PairCall, network: Network) -> Tensor:
     own, other = _ends(u.shape[1], rows, window, u.device)
     keep = _kept(call, own, other)
 
-    def directed(x: Tensor, y: Tensor, where: Tensor) -> Tensor:
+    def directed(x: Tensor, y: Tensor, where: Tensor, *, back: bool = False) -> Tensor:
         f = deep.score(network, x, y, where, window, combine)
+        if call.shift is not None:
+            ends = (other, own) if back else (own, other)
+            f = torch.where(where, f + call.shift.float()[_relation(call, *ends)], 0.0)
         return torch.where(where, torch.nn.functional.softplus(f), 0.0) if activation == "softplus" else f
 
-    if halves.same:  # f_ij = f_ji: half of the pairs do where both are asked for
+    if call.is_symmetric:  # f_ij = f_ji: half of the pairs do where both are asked for
         symmetry = "upper" if rows is None else "none"
     if rows is None:
         if symmetry == "none":
@@ -113,8 +134,8 @@ def _deep_scores(call: PairCall, network: Network) -> Tensor:
     if symmetry == "none":
         return directed(x, v, keep)
     if symmetry == "mean":
-        return (directed(x, v, keep) + directed(y, u, keep)) / 2
-    return directed(x, v, keep & (own < other)) + directed(y, u, keep & (own > other))
+        return (directed(x, v, keep) + directed(y, u, keep, back=True)) / 2
+    return directed(x, v, keep & (own < other)) + directed(y, u, keep & (own > other), back=True)
 
 
 # --- gradients
@@ -162,7 +183,7 @@ def _no_gradients(call: PairCall) -> PairGradients:
 
     weights, biases, w_out, b_out = call.network
     network = PairNetwork([zeros(w) for w in weights], [zeros(b) for b in biases], zeros(w_out), zeros(b_out))
-    return PairGradients(zeros(call.u), zeros(call.v), network)
+    return PairGradients(zeros(call.u), zeros(call.v), network, None if call.shift is None else zeros(call.shift))
 
 
 def pairwise_mlp_backward(grad: Tensor, call: PairCall) -> PairGradients:
@@ -184,12 +205,13 @@ def _square_backward(grad: Tensor, call: PairCall, network: Network) -> PairGrad
     e = _through_activation(torch.where(_kept(call, own, other), grad, 0.0), call)
     positions = masked_positions(mask)
     cleared = call._replace(u=_cleared(call.u, mask), v=_cleared(call.v, mask))
-    return PairGradients(*_directed(cleared, network, positions, positions, e))
+    d_shift = _shift_gradient(call, own, other, e)
+    return PairGradients(*_directed(cleared, network, positions, positions, e), d_shift)
 
 
 def _rows_backward(grad: Tensor, call: PairCall, network: Network) -> PairGradients:
-    u, v, mask, rows = call.u, call.v, call.mask, call.rows
-    du, dv, d_network = _no_gradients(call)
+    u, mask, rows = call.u, call.mask, call.rows
+    du, dv, d_network, d_shift = _no_gradients(call)
     own, other = _ends(u.shape[1], rows, None, u.device)
     grad = torch.where(_kept(call, own, other), grad, 0.0)
     # f of (row, j), and f of (j, row)
@@ -201,15 +223,17 @@ def _rows_backward(grad: Tensor, call: PairCall, network: Network) -> PairGradie
     positions = masked_positions(mask)
     scored = (_masked_rows(rows, mask) >= 0).unsqueeze(2)
     places = (torch.arange(u.shape[0], device=u.device).unsqueeze(1), rows.clamp_min(0))
-    for e, x, y, dx, dy in ((shares[0], u, v, du, dv), (shares[1], v, u, dv, du)):
+    for e, here, dx, dy in ((shares[0], call, du, dv), (shares[1], call.turned, dv, du)):
         if e is not None:
-            e = _through_activation(e, call._replace(u=x, v=y))
+            e = _through_activation(e, here)
+            if d_shift is not None:
+                d_shift += _shift_gradient(here, own, other, e)
             # a row that is not scored may hold NaN; its gradient is 0, and so must it be
-            x_rows = torch.where(scored, _rows_of(x, rows), 0.0)
-            side = call._replace(u=x_rows, v=_cleared(y, mask), rows=None)
+            x_rows = torch.where(scored, _rows_of(here.u, rows), 0.0)
+            side = here._replace(u=x_rows, v=_cleared(here.v, mask), rows=None)
             d_rows, d_all, parts = _directed(side, network, None, positions, e)
             dx.index_put_(places, d_rows, accumulate=True)
             dy += d_all
             for sum_, part in zip(d_network.tensors, parts.tensors, strict=True):
                 sum_ += part
-    return PairGradients(du, dv, d_network)
+    return PairGradients(du, dv, d_network, d_shift)
