@@ -27,7 +27,7 @@ FLOORS = (
     ("ops",),
     ("models",),
     ("labels",),
-    ("estimator", "decoding"),
+    ("estimator", "decoding", "coupling"),
     ("cache", "watch", "maps", "frontends"),
     ("tasks",),
     ("bench", "service"),
