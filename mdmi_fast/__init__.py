@@ -8,6 +8,7 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 from mdmi_fast import _moved, ops
+from mdmi_fast.coupling import PairwiseCoupling, draw_trajectories, evaluate_coupling, load_coupling, train_coupling
 from mdmi_fast.decoding import (
     AttentionGraph,
     Coloring,
@@ -47,6 +48,7 @@ __all__ = [
     "MIThreshold",
     "MaskedModel",
     "MaskedOutput",
+    "PairwiseCoupling",
     "PairwiseMIEstimator",
     "Probing",
     "Random",
@@ -60,14 +62,18 @@ __all__ = [
     "UnsupportedError",
     "decode",
     "dependency_graph",
+    "draw_trajectories",
+    "evaluate_coupling",
     "evaluate_estimator",
     "get_num_threads",
     "label_mi",
+    "load_coupling",
     "load_estimator",
     "load_model",
     "mi_map",
     "ops",
     "set_num_threads",
+    "train_coupling",
     "train_estimator",
     "tune_kernels",
     "warmup",

@@ -20,7 +20,7 @@ from mdmi_fast.estimator.seen import SeenStates
 from mdmi_fast.files import check_folder, replace_file
 from mdmi_fast.labels import masked_pairs
 from mdmi_fast.models import MaskedModel
-from mdmi_fast.models.identity import differences, identity
+from mdmi_fast.models.identity import refuse_other
 
 Output = Literal["softplus", "identity", "bounded"]
 DOCUMENTED_PARAMETERS = 50_000, 500_000
@@ -244,16 +244,7 @@ class PairScorer(nn.Module):
             self._check_identity(model)
 
     def _check_identity(self, model: MaskedModel) -> None:
-        if self.trained_on is None:
-            return
-        here = identity(model)
-        other = differences(self.trained_on, here)
-        if other:
-            there, found = (", ".join(f"{key} {of.get(key)}" for key in other) for of in (self.trained_on, here))
-            raise ValueError(
-                f"{type(self).__name__}: was trained on a model of {there}, got one of {found}; if the model moved, refine "
-                "the estimator with train --from"
-            )
+        refuse_other(type(self).__name__, self.trained_on, model, "refine the estimator with train --from")
 
     def _options(self) -> dict[str, Any]:
         activation = "softplus" if self.output == "softplus" else "identity"

@@ -77,6 +77,29 @@ def differences(kept: dict[str, Any], here: dict[str, Any]) -> list[str]:
     return [key for key in {**kept, **here} if key != "max_length" and differ(kept.get(key), here.get(key))]
 
 
+def refuse_other(owner: str, trained_on: dict[str, Any] | None, model: object, remedy: str) -> None:
+    """Refuse a model that something was not trained on.
+
+    Args:
+        owner: what was trained.
+        trained_on: the `identity` of its model; None: unknown, and every model will do.
+        model: the one at hand.
+        remedy: what to do if the model moved.
+
+    Raises:
+        ValueError: naming what differs on both sides.
+    """
+    if trained_on is None:
+        return
+    here = identity(model)
+    other = differences(trained_on, here)
+    if other:
+        there, found = (", ".join(f"{key} {of.get(key)}" for key in other) for of in (trained_on, here))
+        raise ValueError(
+            f"{owner}: was trained on a model of {there}, got one of {found}; if the model moved, {remedy}"
+        )
+
+
 def modules_of(model: object) -> list[torch.nn.Module]:
     """The model itself where it is a module, else the modules that it holds, see `_held_modules`."""
     if isinstance(model, torch.nn.Module):
