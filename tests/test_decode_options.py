@@ -133,6 +133,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "verified": {"temperature": 1.0, "verify": True, "revisions": 2},
     "remasked": {"remask_below": 0.6, "block_size": 3},
     "stopped": {"temperature": 1.0, "stop_tokens": [2]},
+    "coupled": {"temperature": 1.0, "coupling": Probing()},
 }
 
 
@@ -191,7 +192,11 @@ def moved(passes: list[dict[str, Any]], by: int) -> list[dict[str, Any]]:
     """A receipt with other numbers for the same positions."""
     for entry in passes:
         entry["positions"] = [position + by for position in entry["positions"]]
-        for name, change in (("remasked", lambda p: p + by), ("blocked", lambda p: [p[0] + by, p[1] + by])):
+        for name, change in (
+            ("remasked", lambda p: p + by),
+            ("order", lambda p: p + by),
+            ("blocked", lambda p: [p[0] + by, p[1] + by]),
+        ):
             if name in entry:
                 entry[name] = [change(value) for value in entry[name]]
         if "ended" in entry:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
+from mdmi_fast.decoding.coupled import CheckedPass, Turn, checked_coupling, drawing_order
 from mdmi_fast.decoding.options import Sampling, Writing
 from mdmi_fast.decoding.policies import Memory, Policy, Step
 from mdmi_fast.decoding.policies.order import take_lowest
@@ -23,6 +24,9 @@ from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.base import StatsModel
 from mdmi_fast.models.call import check_flag, check_model, check_tokens, visible_positions
 from mdmi_fast.ops import Selection
+
+if TYPE_CHECKING:
+    from mdmi_fast.coupling import Coupling
 
 
 class DecodeResult(NamedTuple):
@@ -45,6 +49,7 @@ def decode(
     tokens: Tensor,
     policy: Policy,
     *,
+    coupling: Coupling | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
@@ -74,6 +79,10 @@ def decode(
             0, with every token allowed and none suppressed, by a policy whose `reads_stats_only` is True.
         tokens: [B, N] int64, `model.mask_token_id` where masked. Sequences of unequal lengths are padded on either side.
         policy: which positions to unmask in a pass.
+        coupling: how tokens drawn in one pass depend on each other: `Probing()`, or a trained one. The positions that a pass
+            unmasks are then drawn one after the other, by entropy, each from logits that the coupling has corrected by
+            what was drawn before. None: independently of each other. At temperature 0 it counts only if it has an
+            attribute `greedy` that is True.
         temperature: 0 writes the most probable token; above, tokens are drawn from softmax(logits / temperature).
             Policies always see the model's own distributions, before temperature, top_k and top_p, of the tokens that
             are not suppressed.
@@ -128,6 +137,7 @@ def decode(
     check_model("decode", model)
     check_tokens("decode", tokens, attention_mask)
     check_flag("decode", "trace", trace)
+    coupling = checked_coupling(coupling, model, sampling.temperature)
     writing = writing.fitted(model, tokens.shape[1])
     checked_policy("decode", policy)
     if progress is not None and not callable(progress):
@@ -140,7 +150,7 @@ def decode(
         asked &= attention_mask
     vocabulary = Vocabulary.of(model, asked, writing.suppressed, allowed)
     start = Active.at_start(tokens, asked, attention_mask, seeds)
-    decoding = _Decoding(model, policy, sampling, writing, vocabulary, start, trace=trace)
+    decoding = _Decoding(model, policy, coupling, sampling, writing, vocabulary, start, trace=trace)
     while len(decoding.active.sequence):
         finished = decoding.one_pass()
         if progress is not None and finished:
@@ -175,6 +185,7 @@ class _Decoding:
         self,
         model: MaskedModel,
         policy: Policy,
+        coupling: Coupling | None,
         sampling: Sampling,
         writing: Writing,
         vocabulary: Vocabulary,
@@ -182,8 +193,8 @@ class _Decoding:
         *,
         trace: bool,
     ) -> None:
-        self.policy, self.sampling, self.writing = policy, sampling, writing
-        stats_will_do = sampling.temperature == 0 and vocabulary.is_free
+        self.policy, self.coupling, self.sampling, self.writing = policy, coupling, sampling, writing
+        stats_will_do = sampling.temperature == 0 and vocabulary.is_free and coupling is None
         stats_will_do &= isinstance(policy, StatsReader) and policy.reads_stats_only
         self.forward = Forward(model, vocabulary, stats_will_do and isinstance(model, StatsModel))
         self.as_it_is = sampling.is_plain and vocabulary.allowed is None and not writing.suppressed
@@ -201,7 +212,7 @@ class _Decoding:
         step = self._step(seen, notes)
         chosen = Selection(*self.policy.select(seen.stats, seen.hidden, mask, step))
         selected = checked_selection(self.policy, chosen.selected, mask, step)
-        written, left = self._draw(seen, selected), active.masked & ~selected
+        (written, seen, order), left = self._write(seen, step, selected), active.masked & ~selected
         active = replace(active, passes=active.passes + 1)
         remasked = ended = final = torch.zeros_like(mask)
         if self.writing.verify:
@@ -219,7 +230,16 @@ class _Decoding:
             blocker = blocking((notes or {}).get("mi"), selected, mask & ~selected)
             self.records.append(
                 PassRecord(
-                    self.index, active.sequence, selected, written, entropy, chosen.spent, blocker, remasked, ended
+                    self.index,
+                    active.sequence,
+                    selected,
+                    written,
+                    entropy,
+                    chosen.spent,
+                    blocker,
+                    remasked,
+                    ended,
+                    order,
                 )
             )
         return self._retire(replace(active, tokens=written, masked=left))
@@ -241,6 +261,38 @@ class _Decoding:
             memory=self.memory,
             notes=notes,
         )
+
+    def _write(self, seen: PassOutput, step: Step, selected: Tensor) -> tuple[Tensor, PassOutput, Tensor | None]:
+        """Write the selected positions.
+
+        Returns:
+            The sequences' tokens [R, N]; the pass, with the corrected logits where verification will read them; of a
+            coupled pass, its order.
+        """
+        coupling, given = self.coupling, seen.logits
+        if coupling is None or given is None:
+            return self._draw(seen, selected), seen, None
+        order = drawing_order(seen.stats.entropy, selected)
+        if order.shape[1] == 1:
+            return self._draw(seen, selected), seen, None
+        active, sampling = self.active, self.sampling
+        written, shown = active.tokens.clone(), given.clone() if self.writing.verify else None
+        uniforms = uniform(active.seeds, self.index, 0, active.place)
+        turns = Turn.all_of(order, given)
+        coupled = CheckedPass(coupling, step, seen.hidden, order)
+        for turn in turns:
+            at = turn.rows, turn.positions
+            own = self.forward.vocabulary.restrict(turn.logits, active.sequence[turn.rows], turn.positions)
+            corrected = coupled.logits(turn, own)
+            if sampling.temperature > 0:
+                drawn = sampling.draw(own if corrected is None else corrected, uniforms[at])
+            else:
+                drawn = seen.stats.token[at] if corrected is None else corrected.argmax(dim=-1)
+            written[at] = drawn
+            if shown is not None and corrected is not None:
+                shown[at] = corrected.to(shown.dtype)
+            coupled.tell(turn, drawn)
+        return written, seen if shown is None else seen._replace(logits=shown), order
 
     def _draw(self, seen: PassOutput, selected: Tensor) -> Tensor:
         """The sequences' tokens [R, N] with the selected positions written."""

@@ -23,6 +23,8 @@ class PassRecord(NamedTuple):
             -1 where there is none, or the policy reads no mutual information.
         remasked: [R, N] bool, what was masked again after the pass.
         ended: [R, N] bool, what was filled because a stop token stands before it.
+        order: [R, K] int64, the positions of a coupled pass in the order in which they were drawn, -1 where a sequence drew
+            fewer; None: not coupled.
     """
 
     step: int
@@ -34,6 +36,7 @@ class PassRecord(NamedTuple):
     blocker: Tensor
     remasked: Tensor
     ended: Tensor
+    order: Tensor | None = None
 
 
 def blocking(mi: Tensor | None, selected: Tensor, waiting: Tensor) -> Tensor:
@@ -62,8 +65,9 @@ def receipt(trace: Iterable[PassRecord], sequence: int) -> list[dict[str, Any]]:
     Returns:
         A pass each: "pass", "positions", "tokens" and "entropy" of what was chosen (the mask token where it was
         masked again), "spent", and where there is any
-        "blocked" (pairs of a waiting position and the chosen one it shares most with), "remasked" (positions) and
-        "ended" (pairs of a position and the stop token it was filled with).
+        "blocked" (pairs of a waiting position and the chosen one it shares most with), "remasked" (positions),
+        "ended" (pairs of a position and the stop token it was filled with) and "order" (the positions that were drawn
+        one after the other, each corrected by those before it).
     """
     passes = []
     for record in trace:
@@ -82,10 +86,12 @@ def receipt(trace: Iterable[PassRecord], sequence: int) -> list[dict[str, Any]]:
         }
         waiting = (record.blocker[row] >= 0).nonzero().squeeze(-1)
         ended = record.ended[row].nonzero().squeeze(-1)
+        order = [] if record.order is None or len(chosen) < 2 else record.order[row, : len(chosen)].tolist()
         extra = {
             "blocked": torch.stack([waiting, record.blocker[row, waiting]], dim=-1).tolist(),
             "remasked": record.remasked[row].nonzero().squeeze(-1).tolist(),
             "ended": torch.stack([ended, written[ended]], dim=-1).tolist(),
+            "order": order,
         }
         passes.append(entry | {name: value for name, value in extra.items() if value})
     return passes

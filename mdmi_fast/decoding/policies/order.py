@@ -33,7 +33,7 @@ def take_lowest(key: Tensor, mask: Tensor, count: Tensor | int) -> Tensor:
     Raises:
         ValueError: if a key is NaN at a masked position; the first is named.
     """
-    return _first_of(_ascending(key, mask), count) & mask
+    return _first_of(ascending(key, mask), count) & mask
 
 
 def longest_prefix(
@@ -55,7 +55,7 @@ def longest_prefix(
     Raises:
         ValueError: as `take_lowest`.
     """
-    order = _ascending(cost, mask)
+    order = ascending(cost, mask)
     total = cost.double().masked_fill(~mask, torch.inf).gather(-1, order).cumsum(dim=-1)
     if free_last:
         total = F.pad(total[:, :-1], (1, 0))
@@ -65,7 +65,7 @@ def longest_prefix(
     return _first_of(order, count) & mask, spent.masked_fill(count == 0, 0.0)
 
 
-def _ascending(key: Tensor, mask: Tensor) -> Tensor:
+def ascending(key: Tensor, mask: Tensor) -> Tensor:
     """[B, N] int64: masked positions by key, ties by index; then the others."""
     undefined = key.isnan() & mask
     if bool(undefined.any()):

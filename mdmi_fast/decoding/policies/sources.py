@@ -14,9 +14,12 @@ from torch import Tensor
 from mdmi_fast import checks as check
 from mdmi_fast import ops
 from mdmi_fast.decoding.policies.order import random_numbers
+from mdmi_fast.decoding.policies.probed import ProbedPass
 from mdmi_fast.decoding.policies.step import Step, required
 from mdmi_fast.decoding.randomness import places
 from mdmi_fast.labels import FORMS, Form, label_mi
+from mdmi_fast.models import MaskedModel
+from mdmi_fast.models.call import check_flag
 from mdmi_fast.ops import Selection
 
 Answer = TypeVar("Answer")
@@ -98,21 +101,30 @@ def scorer_of(source: object) -> Callable[..., Selection] | None:
 class Probing:
     """The model's own answer, by probing every value of every masked position in every pass: an oracle for study.
 
+    As the `coupling` of a decode it needs no more than the values that were drawn: a call of the model for each position
+    of a pass but the last.
+
     Args:
         form: which reading of the probes, see `label_mi`.
         epsilon: nats an entry may be wrong by, see `label_mi`.
         batch_size: sequences in one forward pass.
+        strength: as a coupling, what corrections are multiplied by.
+        greedy: as a coupling, whether it also corrects what is written at temperature 0.
     """
 
     needs_step: ClassVar[Literal[True]] = True
     form: Form = "joint"
     epsilon: float = 0.0
     batch_size: int = 512
+    strength: float = 1.0
+    greedy: bool = False
 
     def __post_init__(self) -> None:
         check.one_of("Probing", "form", self.form, FORMS)
         check.at_least("Probing", "epsilon", self.epsilon, 0.0)
         check.whole("Probing", "batch_size", self.batch_size, 1)
+        check.weight("Probing", "strength", self.strength)
+        check_flag("Probing", "greedy", self.greedy)
 
     def __call__(self, hidden: Tensor, mask: Tensor, step: Step) -> Tensor:
         step = Step.of(step)
@@ -125,6 +137,13 @@ class Probing:
             attention_mask=step.attention_mask,
             batch_size=self.batch_size,
         ).mi
+
+    def begin(self, step: Step, hidden: Tensor, order: Tensor) -> ProbedPass:
+        """As `mdmi_fast.coupling.Coupling.begin`; hidden is not read."""
+        return ProbedPass(Step.of(step), order, strength=self.strength, batch_size=self.batch_size)
+
+    def check_model(self, model: MaskedModel) -> None:
+        """Any model will do: it is asked itself."""
 
 
 @dataclass(frozen=True)
