@@ -17,6 +17,7 @@ from mdmi_fast import (
     load_coupling,
     train_coupling,
 )
+from mdmi_fast.cli import main
 from mdmi_fast.coupling import Trajectories
 from mdmi_fast.coupling.draws import ask, chunks, divergence, pairs_of
 from mdmi_fast.decoding.coupling import Coupling
@@ -230,6 +231,30 @@ def test_other_sizes_are_refused(chain: Chain, trajectories: Trajectories) -> No
     short = Trajectories(trajectories.tokens[:3], torch.full((3, N), -1), 2)
     with pytest.raises(ValueError, match="two sequences of two passes or more"):
         train_coupling(PairwiseCoupling(6, 2), chain, short)
+
+
+def test_the_command_trains_and_goes_on_with_the_sequences_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "boards.txt", tmp_path / "coupling"
+    solved = "".join(str((3 * (row % 3) + row // 3 + column) % 9 + 1) for row in range(9) for column in range(9))
+    data.write_text("".join(f"{solved[:k]}{'0' * 20}{solved[k + 20 :]}\n" for k in range(0, 60, 10)))
+    command = ["couple", "--model", "sudoku:weak", "--data", str(data), "--out", str(out)]
+    command += ["--states", "40", "--steps", "20", "--most-drawn", "2", "--layers", "4", "--held-out", "0.5"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "explained of the change" in said
+    assert load_coupling(out).provenance["sequences"] == 6
+    kept = (out / "trajectories-00000.safetensors").stat().st_mtime_ns
+    assert main(command) == 0
+    assert (out / "trajectories-00000.safetensors").stat().st_mtime_ns == kept
+    data.write_text(f"{solved[:60]}{'0' * 21}\n{'0' * 30}{solved[30:]}\n")
+    assert main(command) == 1
+    assert "is of other sequences than" in capsys.readouterr().err
+    data.write_text(solved + "\n")
+    assert main(command) == 1
+    assert "nothing is masked; --whole masks all of it" in capsys.readouterr().err
+    assert main([*command, "--temperature", "0"]) == 2
 
 
 def test_three_bits_of_which_one_is_the_parity_of_the_others_are_left_alone() -> None:

@@ -21,7 +21,7 @@ from mdmi_fast.errors import one_line
 from mdmi_fast.files import FULL
 
 COMMANDS = (
-    *("demo", "sudoku", "models", "label", "train", "evaluate", "tune", "decode", "map"),
+    *("demo", "sudoku", "models", "label", "train", "couple", "evaluate", "tune", "decode", "map"),
     *("serve", "serve-metrics", "bench", "info"),
 )
 """In the order in which help lists them; each is a module of this package, with _ for -."""
