@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mdmi_fast import checks as check
-from mdmi_fast.decoding.coupled import CheckedPass, Turn, checked_coupling, drawing_order
+from mdmi_fast.decoding.coupling import CheckedPass, Coupling, Turn, checked_coupling, drawing_order
 from mdmi_fast.decoding.options import Sampling, Writing
 from mdmi_fast.decoding.policies import Memory, Policy, Step
 from mdmi_fast.decoding.policies.order import take_lowest
@@ -24,9 +24,6 @@ from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.base import StatsModel
 from mdmi_fast.models.call import check_flag, check_model, check_tokens, visible_positions
 from mdmi_fast.ops import Selection
-
-if TYPE_CHECKING:
-    from mdmi_fast.coupling import Coupling
 
 
 class DecodeResult(NamedTuple):
