@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mdmi_fast import MIBudget, Probing, Random, Sequential, TopK, decode
+from mdmi_fast import MIBudget, PairwiseCoupling, Probing, Random, Sequential, TopK, decode, load_model
 from mdmi_fast.coupling import CoupledPass, Coupling
 from mdmi_fast.decoding import Asked, Step, decode_many, receipt, replay
 from mdmi_fast.models import MaskedModel, MaskedOutput
 from mdmi_fast.models.exact import ExactModel, JointTable, MarkovChain, xor_triple
+from mdmi_fast.service.worker import Engine, Job, Settings
+from mdmi_fast.tasks.sudoku.puzzles import validation_puzzles
+
+Run = Callable[..., tuple[int, str, str]]
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0}
 
@@ -426,3 +433,61 @@ def test_a_probe_is_told_what_it_cannot_be(options: dict[str, Any], error: type[
 def test_probing_needs_to_know_the_pass() -> None:
     with pytest.raises(ValueError, match="Probing: step must be a Step with model, tokens and logits"):
         Probing().begin(Step(0), torch.zeros(1, 2, 3), torch.zeros(1, 2, dtype=torch.int64))
+
+
+# --- commands and the service
+
+
+@pytest.fixture
+def blanks(tmp_path: Path) -> Path:
+    """A board with its first nine cells and two more missing."""
+    board = torch.from_numpy(validation_puzzles().solutions[0]).long()
+    board[[0, 1, 2, 9, 10, 11, 18, 19, 20, 40, 41]] = 0
+    path = tmp_path / "board.jsonl"
+    path.write_text(json.dumps({"tokens": board.tolist()}) + "\n")
+    return path
+
+
+def test_commands_draw_with_the_coupling_they_are_told(run: Run, blanks: Path, tmp_path: Path) -> None:
+    decode_them = ("decode", "--model", "sudoku:weak", "--policy", "topk:11", "--data", blanks, "--temperature", 1)
+    trace = tmp_path / "trace.jsonl"
+    code, out, err = run(*decode_them, "--coupling", "probing", "--trace", trace)
+    assert code == 0, err
+    model, tokens = load_model("sudoku:weak"), torch.tensor([json.loads(blanks.read_text())["tokens"]])
+    generator = torch.Generator().manual_seed(0)
+    expected = decode(model, tokens, TopK(11), coupling=Probing(), generator=generator, **SAMPLED)
+    assert json.loads(out)["tokens"] == expected.tokens[0].tolist()
+    assert len(json.loads(trace.read_text())["order"]) == 11
+    PairwiseCoupling(model.hidden_size, model.vocab_size, (4,), rank=2).save_pretrained(tmp_path / "own")
+    code, out, err = run(*decode_them, "--coupling", tmp_path / "own", "--trace", trace)
+    assert code == 0, err
+    assert len(json.loads(trace.read_text())["order"]) == 11
+
+
+def test_commands_name_a_coupling_that_they_cannot_use(run: Run, blanks: Path, tmp_path: Path) -> None:
+    PairwiseCoupling(3, 4, (4,)).save_pretrained(tmp_path / "other")
+    decode_them = ("decode", "--model", "sudoku:weak", "--policy", "topk:11", "--data", blanks, "--temperature", 1)
+    for name, told in (("other", "is for hidden states of width 3"), ("none", str(tmp_path / "none"))):
+        code, out, err = run(*decode_them, "--coupling", tmp_path / name)
+        assert (code != 0, out) == (True, "")
+        assert told in err
+        assert "Traceback" not in err
+
+
+def test_what_tune_chose_with_a_coupling_is_decoded_with_it(run: Run, blanks: Path, tmp_path: Path) -> None:
+    choice, trace = tmp_path / "choice.json", tmp_path / "trace.jsonl"
+    options = ("--model", "sudoku:weak", "--data", blanks)
+    tune = ("--policies", "topk:11", "--coupling", "probing", "--temperature", 1, "--target", "2x", "--out", choice)
+    code, _, err = run("tune", *options, *tune)
+    assert code == 0, err
+    assert json.loads(choice.read_text())["coupling"] == "probing"
+    assert run("decode", *options, "--policy", choice, "--trace", trace)[0] == 0
+    assert len(json.loads(trace.read_text())["order"]) == 11
+
+
+def test_the_service_draws_with_its_coupling() -> None:
+    model, tokens = random_table(4), [3, 3, 3, 3]
+    job = Job(tokens, None, 1.0, 5)
+    engine = Engine(Settings("table", "topk:4", coupling="probing"), model=model)
+    expected = decode(model, torch.tensor([tokens]), TopK(4), coupling=Probing(), seeds=torch.tensor([5]), **SAMPLED)
+    assert engine.run([job])[0].tokens == expected.tokens[0].tolist()

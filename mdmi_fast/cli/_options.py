@@ -21,6 +21,7 @@ from mdmi_fast.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from mdmi_fast.decoding import Policy, Probing
+    from mdmi_fast.decoding.coupling import Coupling
     from mdmi_fast.estimator import PairScorer
     from mdmi_fast.labels import Form
     from mdmi_fast.models import MaskedModel
@@ -85,9 +86,10 @@ def _threads(text: str) -> int:
 
 
 class PolicySpec(str):
-    """A policy as text, with the estimator and the options that it was chosen with, if it comes from a file."""
+    """A policy as text, with the estimator, coupling and options that it was chosen with, if it comes from a file."""
 
     estimator: str | None = None
+    coupling: str | None = None
     options: dict[str, Any] | None = None
 
 
@@ -116,12 +118,18 @@ def _chosen_spec(path: str) -> PolicySpec:
     from mdmi_fast.decoding.calibrate import read_choice
 
     choice = read_choice(path)
-    policy, estimator, options = choice["policy"], choice.get("estimator"), choice.get("options")
-    for name, value, kind in (("policy", policy, str), ("estimator", estimator, str), ("options", options, dict)):
+    policy, options = choice["policy"], choice.get("options")
+    estimator, coupling = choice.get("estimator"), choice.get("coupling")
+    for name, value, kind in (
+        ("policy", policy, str),
+        ("estimator", estimator, str),
+        ("coupling", coupling, str),
+        ("options", options, dict),
+    ):
         if not isinstance(value, kind) and (value is not None or name == "policy"):
             raise ValueError(f"{path}: {name} must be {'an object' if kind is dict else 'a text'}, got {value!r}")
     spec = PolicySpec(policy)
-    spec.estimator = estimator
+    spec.estimator, spec.coupling = estimator, coupling
     if options is not None:
         spec.options = {name: value for name, value in options.items() if value is not None}
         try:
@@ -170,13 +178,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_decoding(parser: argparse.ArgumentParser) -> None:
-    """Temperature, seed, batch and the source of mutual information of a policy."""
+    """Temperature, seed, batch, the source of mutual information of a policy, and what draws of one pass know of each other."""
     parser.add_argument(
         "--estimator",
         metavar="E",
         help="where a policy's mutual information comes from: the name or folder of an estimator, or probe[:FORM], "
         "slow, with FORM one of joint, entropy, kl (default: the one shipped for the model, or trained for it here)",
     )
+    add_coupling(parser)
     parser.add_argument(
         "--temperature",
         type=amount,
@@ -192,6 +201,15 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
         help="sequences decoded together (default: %(default)s)",
     )
     add_seed(parser, of="what is drawn")
+
+
+def add_coupling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--coupling",
+        metavar="C",
+        help="draw the tokens of a pass one after the other, each corrected by those before it: the folder of a coupling, or "
+        "probing, slow; at temperature 0 only one made for it counts (default: independently)",
+    )
 
 
 def add_writing(parser: argparse.ArgumentParser) -> None:
@@ -319,6 +337,25 @@ def load_policy(options: argparse.Namespace, model: MaskedModel, *, name: str) -
     if not needs_mi(options.policy):
         return parse_policy(options.policy)
     return parse_policy(options.policy, load_source(options.estimator or options.policy.estimator, model, name=name))
+
+
+def load_coupling(options: argparse.Namespace, model: MaskedModel, *policies: PolicySpec) -> Coupling | None:
+    """The coupling of --coupling, else that which the first of the policies that has one was chosen with.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        ValueError: it holds no coupling, or one of another model.
+    """
+    coupling = named.find_coupling(coupling_of(options, *policies))
+    if coupling is not None:
+        coupling.check_model(model)
+    return coupling
+
+
+def coupling_of(options: argparse.Namespace, *policies: PolicySpec) -> str | None:
+    """The name of what `load_coupling` loads."""
+    named_one: str | None = options.coupling
+    return named_one or next(filter(None, (policy.coupling for policy in policies)), None)
 
 
 def plain(value: Any) -> Any:

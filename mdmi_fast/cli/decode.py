@@ -20,6 +20,7 @@ from mdmi_fast.cli._options import (
     add_writing,
     decoding_options,
     json_text,
+    load_coupling,
     load_decoded,
     load_policy,
     positive,
@@ -53,7 +54,7 @@ def add(subparsers: Any) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="one JSON line a sequence and pass: positions, tokens, entropies, spent",
+        help="one JSON line a sequence and pass: positions, tokens, entropies, spent, and the order of coupled draws",
     )
     add_threads(parser)
     parser.set_defaults(run=run)
@@ -73,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
     model = load_decoded(options.model, [options.policy])
     defaults = decoding_options(options, model)
     policy = load_policy(options, model, name=options.model)
+    coupling = load_coupling(options, model, options.policy)
     generator = Generator().manual_seed(options.seed)
     start = time.perf_counter()
     passes = count = 0
@@ -93,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
                     policy,
                     generator=generator,
                     batch_size=options.batch_size,
+                    coupling=coupling,
                     trace=trace is not None,
                     progress=progress.update,
                     **defaults,

@@ -10,9 +10,11 @@ from typing import Any
 
 from mdmi_fast.cli._errors import InputError, UsageError
 from mdmi_fast.cli._options import (
+    add_coupling,
     add_model,
     add_policy,
     amount,
+    coupling_of,
     decoding_options,
     missing_source_is_usage,
     port,
@@ -41,6 +43,7 @@ def add(subparsers: Any) -> None:
         help="where policies' mutual information comes from: the name or folder of an estimator, or probe[:FORM], slow "
         "(default: the one shipped for the model, or trained for it here)",
     )
+    add_coupling(parser)
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="to listen at (default: 127.0.0.1)")
     parser.add_argument("--port", type=port, default=8080, metavar="P", help="0: a free one (default: 8080)")
     parser.add_argument(
@@ -142,8 +145,10 @@ def _settings(options: argparse.Namespace) -> Any:
         writing,
         options.cache,
         options.state,
+        coupling_of(options, options.policy),
     )
     find_loader(settings.model)
+    named.find_coupling(settings.coupling)
     if settings.estimator is not None or needs_mi(settings.policy):
         with missing_source_is_usage():
             named.find_source(settings.estimator, model=settings.model)

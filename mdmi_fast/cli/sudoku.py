@@ -8,7 +8,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import InputError
-from mdmi_fast.cli._options import add_decoding, add_policy, add_threads, decoding_options, json_text, load_policy
+from mdmi_fast.cli._options import (
+    add_decoding,
+    add_policy,
+    add_threads,
+    decoding_options,
+    json_text,
+    load_coupling,
+    load_policy,
+)
 
 if TYPE_CHECKING:
     from mdmi_fast.decoding import Decoded
@@ -54,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"{options.file}: holds no puzzles")
     model = load_model(options.model)
     policy = load_policy(options, model, name=f"sudoku:{options.model}")
+    coupling = load_coupling(options, model, options.policy)
     defaults = decoding_options(options, model)
     start = time.perf_counter()
     with bar(total=len(givens), unit="puzzle", description="solving") as progress:
@@ -62,6 +71,7 @@ def run(options: argparse.Namespace) -> int:
                 model,
                 [Asked(given) for given in givens],
                 policy,
+                coupling=coupling,
                 generator=torch.Generator().manual_seed(options.seed),
                 batch_size=options.batch_size,
                 progress=progress.update,

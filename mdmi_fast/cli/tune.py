@@ -15,6 +15,8 @@ from mdmi_fast.cli._options import (
     add_model,
     add_threads,
     add_writing,
+    coupling_of,
+    load_coupling,
     load_decoded,
     load_source,
     policies_text,
@@ -121,10 +123,10 @@ def run(options: argparse.Namespace) -> int:
     _check_unit(options.target, name, unit)
     has_mi = options.estimator is not None or has_estimator(options.model)
     specs = options.policies or candidates(mi=has_mi, sampling=options.temperature > 0)
-    estimator = options.estimator or next(
-        filter(None, (spec.estimator for spec in specs if isinstance(spec, PolicySpec))), None
-    )
+    own = [spec for spec in specs if isinstance(spec, PolicySpec)]
+    estimator = options.estimator or next(filter(None, (spec.estimator for spec in own)), None)
     mi = load_source(estimator, model, name=options.model) if any(map(needs_mi, specs)) else None
+    coupling = load_coupling(options, model, *own)
     judge = with_stops(model, options.stop, options.suppress)
     quality = _quality(name, judge, to_do, attention_mask, task_of(options.model))
     tried: list[Tried] = []
@@ -141,6 +143,7 @@ def run(options: argparse.Namespace) -> int:
             batch_size=options.batch_size,
             seed=options.seed,
             unit=unit,
+            coupling=coupling,
             **writing_options(options),
         ):
             tried.append(one)
@@ -155,18 +158,18 @@ def run(options: argparse.Namespace) -> int:
     if not chosen.surely_meets(options.target):
         print(_warning(chosen, choose(tried, options.target, surely=True), options.target))
     if options.out is not None:
-        _save(options, chosen, estimator, name)
+        _save(options, chosen, name, estimator=estimator, coupling=coupling_of(options, *own))
     return 0
 
 
-def _save(options: argparse.Namespace, chosen: Tried, estimator: str | None, quality: str) -> None:
+def _save(options: argparse.Namespace, chosen: Tried, quality: str, **sources: str | None) -> None:
     from mdmi_fast.decoding.calibrate import save_choice
 
     save_choice(
         options.out,
         chosen,
         model=options.model,
-        estimator=estimator,
+        **sources,
         options=writing_options(options),
         target=options.target._asdict(),
         quality=quality,

@@ -92,7 +92,7 @@ def decode_many(
         batch_size: at most so many at once.
         trace: keep the receipts.
         progress: called with the number of sequences that were finished.
-        **defaults: options of `decode` where a sequence has none of its own.
+        **defaults: `coupling`, and options of `decode` where a sequence has none of its own.
 
     Yields:
         A result for every sequence.
@@ -158,7 +158,7 @@ def decode_batch(
             what they cannot take, and no more than 20: then the rest is `NotTriedError`.
         trace: keep the receipts.
         progress: called with the number of sequences that were finished.
-        **defaults: options of `decode` where a sequence has none of its own.
+        **defaults: `coupling`, and options of `decode` where a sequence has none of its own.
     """
     seeds = draw_seeds(len(sequences), None, torch.device("cpu")) if seeds is None else seeds.clone()
 

@@ -1,11 +1,13 @@
-"""What commands and the service are told by name, turned into objects: models to decode with, sources of their MI."""
+"""What commands and the service are told by name, turned into objects: models, sources of their MI, couplings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mdmi_fast import coupling as couplings
 from mdmi_fast import estimator as estimators
 from mdmi_fast import models
+from mdmi_fast.decoding.coupling import Coupling
 from mdmi_fast.decoding.policies import Probing
 from mdmi_fast.errors import UnsupportedError
 from mdmi_fast.estimator import PairScorer
@@ -77,3 +79,14 @@ def load_source(source: str | None, model: MaskedModel, *, name: str) -> PairSco
     if not isinstance(found, Probing):
         found.check_model(model)
     return found
+
+
+def find_coupling(source: str | None) -> Coupling | None:
+    """The coupling of a folder; "probing" (or "probe") asks the model itself; None: none.
+
+    Raises:
+        FileNotFoundError, ValueError: as `mdmi_fast.coupling.load_coupling`.
+    """
+    if source is None:
+        return None
+    return Probing() if source in ("probing", "probe") else couplings.load_coupling(source)

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from mdmi_fast import MIBudget, MIThreshold, decode, set_num_threads
 from mdmi_fast.cache import Cache, CachedPolicy, Counts, DiskStore, MemoryStore, RedisStore
 from mdmi_fast.decoding import Asked, Decoded, Step, decode_batch
-from mdmi_fast.decoding.named import load_decoded, load_source
+from mdmi_fast.decoding.named import find_coupling, load_decoded, load_source
 from mdmi_fast.decoding.policies import MISource, Policy, needs_mi, parse_policy
 from mdmi_fast.decoding.policies.step import required
 from mdmi_fast.errors import UnsupportedError
@@ -83,6 +83,7 @@ class Settings:
         cache: "memory", "disk" or the URL of a Redis server, for selections by mutual information, but not by a policy
             that a guard watches; None: no cache, which is faster with a small estimator.
         state: folder for the state of each worker's guard around `policy`; None: no guard.
+        coupling: of all jobs: a folder, or probing; None: tokens of a pass are drawn independently.
     """
 
     model: str
@@ -92,6 +93,7 @@ class Settings:
     writing: Mapping[str, Any] = field(default_factory=dict)
     cache: str | None = None
     state: Path | None = None
+    coupling: str | None = None
 
     def state_file(self, number: int) -> Path | None:
         """Where the guard of a worker keeps its state."""
@@ -118,7 +120,7 @@ class Engine:
         model: instead of the one that `settings` names.
 
     Raises:
-        ValueError: if a weight is not a finite number, the default policy is none, or `writing` is not for this model.
+        ValueError: if a weight is not a finite number, the default policy is none, or `writing` or the coupling is not for this model.
         UnsupportedError: if the default policy reads mutual information and there is no source of it.
         OSError: if the model, the estimator or the guard's state cannot be read, or the state not be written.
     """
@@ -133,6 +135,7 @@ class Engine:
         self._source: MISource | None = None
         if settings.estimator is not None:
             self._mi()
+        self._coupling = find_coupling(settings.coupling)
         self.cache = settings.make_cache()
         self._policies: dict[str, Policy] = {}
         self._default = self._policy(settings.policy)
@@ -147,6 +150,7 @@ class Engine:
             self.model,
             nothing,
             self._default,
+            coupling=self._coupling,
             seeds=nothing[:, 0],
             temperature=settings.temperature,
             **settings.writing,
@@ -167,6 +171,7 @@ class Engine:
             self.model,
             [Asked(job.tokens, options={"seed": job.seed, "temperature": job.temperature}) for job in jobs],
             policy,
+            coupling=self._coupling,
             batch_size=len(jobs),
             pad=self.pads,
             every=True,
