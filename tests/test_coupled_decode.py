@@ -219,7 +219,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "suppressed": {"suppressed": [1]},
     "greedy": {"temperature": 0.0},
 }
-COUPLINGS = {"probed": Probing(greedy=True, batch_size=3), "given": Given(repeated, greedy=True)}
+
+
+def learned() -> PairwiseCoupling:
+    """As strange as a network that was never trained can be."""
+    torch.manual_seed(3)
+    coupling = PairwiseCoupling(chain().hidden_size, 3, (8, 8), rank=3, distances=3)
+    coupling.strength = 5.0
+    return coupling.eval()
+
+
+COUPLINGS = {
+    "probed": Probing(greedy=True, batch_size=3),
+    "given": Given(repeated, greedy=True),
+    "learned": learned(),
+}
 
 
 def states(model: ExactModel, count: int = 6) -> Tensor:

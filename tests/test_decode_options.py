@@ -15,6 +15,7 @@ from mdmi_fast import (
     EntropyBound,
     MIBudget,
     MIThreshold,
+    PairwiseCoupling,
     PairwiseMIEstimator,
     Probing,
     Random,
@@ -113,6 +114,13 @@ def scorer() -> PairwiseMIEstimator:
     return estimator.eval()
 
 
+def network() -> PairwiseCoupling:
+    torch.manual_seed(3)
+    coupling = PairwiseCoupling(V + 1, V, (8, 8), rank=3, distances=2)
+    coupling.strength = 5.0
+    return coupling.eval()
+
+
 POLICIES: dict[str, Policy] = {
     "random": Random(2),
     "entropy bound": EntropyBound(1.5),
@@ -134,6 +142,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "remasked": {"remask_below": 0.6, "block_size": 3},
     "stopped": {"temperature": 1.0, "stop_tokens": [2]},
     "coupled": {"temperature": 1.0, "coupling": Probing()},
+    "coupled by a network": {"temperature": 1.0, "coupling": network()},
 }
 
 
