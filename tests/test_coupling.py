@@ -251,9 +251,6 @@ def test_the_command_trains_and_goes_on_with_the_sequences_it_has(
     data.write_text(f"{solved[:60]}{'0' * 21}\n{'0' * 30}{solved[30:]}\n")
     assert main(command) == 1
     assert "is of other sequences than" in capsys.readouterr().err
-    data.write_text(solved + "\n")
-    assert main(command) == 1
-    assert "nothing is masked; --whole masks all of it" in capsys.readouterr().err
     assert main([*command, "--temperature", "0"]) == 2
 
 

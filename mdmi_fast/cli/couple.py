@@ -29,8 +29,12 @@ def add(subparsers: Any) -> None:
         "before. No probe is needed. An interrupted run goes on with the sequences that it has.",
     )
     add_model(parser)
-    parser.add_argument("--data", required=True, metavar="FILE", help=f"sequences of one length: {DATA_HELP}")
-    parser.add_argument("--whole", action="store_true", help="mask all of every sequence, not only where it is masked")
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help=f"sequences of one length, of which those without a masked position are masked whole: {DATA_HELP}",
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="of the coupling")
     parser.add_argument(
         "--temperature", type=amount, default=1.0, metavar="T", help="of the draws, as for decode (default: 1)"
@@ -144,10 +148,9 @@ def _masked(options: argparse.Namespace, model: MaskedModel) -> Tensor:
                 f"{sequence.where}: must be of {length} tokens without padding as the first sequence, "
                 f"got {len(sequence.tokens)}"
             )
-        if not options.whole and model.mask_token_id not in sequence.tokens:
-            raise InputError(f"{sequence.where}: nothing is masked; --whole masks all of it")
     tokens = torch.tensor([sequence.tokens for sequence in found])
-    return torch.full_like(tokens, model.mask_token_id) if options.whole else tokens
+    whole = (tokens != model.mask_token_id).all(dim=-1, keepdim=True)
+    return tokens.masked_fill(whole, model.mask_token_id)
 
 
 def as_table(report: CouplingReport) -> str:
