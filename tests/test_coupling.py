@@ -103,8 +103,8 @@ def test_draws_are_what_the_model_says_before_and_after(chain: Chain, trajectori
     torch.testing.assert_close(draws.before.float(), exact, atol=2e-2, rtol=2e-3)  # half precision, down to -60
     after = chain(state.where(~draws.drawn, trajectories.tokens[rows])).logits.float().log_softmax(-1).clamp(min=-60)
     torch.testing.assert_close(draws.after.float(), after, atol=2e-2, rtol=2e-3)
-    pairs = pairs_of(draws.of(torch.tensor([0])), distances=1)
-    assert set(pairs.offset.tolist()) <= {-1, 1}
+    pairs = pairs_of(draws.of(torch.tensor([0])), reach=1)
+    assert set((pairs.j - pairs.a).tolist()) <= {-1, 1}
 
 
 def test_base_states_are_spread_over_passes_and_counts(trajectories: Trajectories) -> None:

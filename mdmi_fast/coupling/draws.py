@@ -49,7 +49,8 @@ class Pairs(NamedTuple):
         drawn: [P, D] float16, hidden states of the positions drawn, in the base states.
         waiting: [P, D] float16, of the masked positions.
         tokens: [P] int64, what was drawn.
-        offset: [P] int64, the place of the masked position minus that of the drawn one.
+        a: [P] int64, where.
+        j: [P] int64, the masked positions.
         before: [P, V] float16, log-probabilities of the masked position in the base state.
         after: [P, V] float16, once the token is there.
     """
@@ -57,7 +58,8 @@ class Pairs(NamedTuple):
     drawn: Tensor
     waiting: Tensor
     tokens: Tensor
-    offset: Tensor
+    a: Tensor
+    j: Tensor
     before: Tensor
     after: Tensor
 
@@ -101,19 +103,19 @@ def ask(model: MaskedModel, trajectories: Trajectories, rows: Tensor, passes: Te
     return Draws(hidden, before, after, drawn, left, trajectories.tokens[rows])
 
 
-def near_pairs(draws: Draws, distances: int) -> tuple[Tensor, Tensor, Tensor]:
+def near_pairs(draws: Draws, reach: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sequence, drawn position and masked position, [Q] each, of all pairs at most so far apart."""
     place = torch.arange(draws.drawn.shape[1], device=draws.drawn.device)
-    near = (place - place.unsqueeze(-1)).abs() <= distances
+    near = (place - place.unsqueeze(-1)).abs() <= reach
     found = (draws.drawn.unsqueeze(-1) & draws.left.unsqueeze(-2) & near).nonzero()
     return found[:, 0], found[:, 1], found[:, 2]
 
 
-def pairs_of(draws: Draws, distances: int) -> Pairs:
+def pairs_of(draws: Draws, reach: int) -> Pairs:
     """The pairs of states from which one token was drawn."""
-    b, a, j = near_pairs(draws, distances)
+    b, a, j = near_pairs(draws, reach)
     return Pairs(
-        draws.hidden[b, a], draws.hidden[b, j], draws.tokens[b, a], j - a, draws.before[b, j], draws.after[b, j]
+        draws.hidden[b, a], draws.hidden[b, j], draws.tokens[b, a], a, j, draws.before[b, j], draws.after[b, j]
     )
 
 

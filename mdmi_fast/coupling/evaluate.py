@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mdmi_fast._threads import one_torch_thread
 from mdmi_fast.coupling.draws import Draws, ask, chunks, divergence, near_pairs
-from mdmi_fast.coupling.network import PairwiseCoupling
+from mdmi_fast.coupling.learned import LearnedCoupling
 from mdmi_fast.coupling.trajectories import Trajectories
 from mdmi_fast.models import MaskedModel
 
@@ -47,20 +47,18 @@ class CouplingReport:
     states: int
 
 
-def after_draws(coupling: PairwiseCoupling, draws: Draws) -> Tensor:
+def after_draws(coupling: LearnedCoupling, draws: Draws) -> Tensor:
     """Log-probabilities [Q, V] of what is masked after the draws, as the coupling corrects those from before."""
-    b, a, j = near_pairs(draws, coupling.distances)
-    drawn, waiting = (
-        coupling.drawn(draws.hidden[draws.drawn].float()),
-        coupling.waiting(draws.hidden[draws.left].float()),
-    )
+    b, a, j = near_pairs(draws, coupling.reach)
+    drawn = coupling.project(draws.hidden[draws.drawn].float())[0]
+    waiting = coupling.project(draws.hidden[draws.left].float())[1]
 
     def places(where: Tensor) -> Tensor:
         return (where.flatten().long().cumsum(0) - 1).view_as(where)
 
     to = places(draws.left)[b, j]
-    shift = coupling.shift(drawn[places(draws.drawn)[b, a]], waiting[to], draws.tokens[b, a], j - a)
-    total = shift.new_zeros(len(waiting), coupling.rank).index_add(0, to, shift)
+    shift = coupling.shift(drawn[places(draws.drawn)[b, a]], waiting[to], draws.tokens[b, a], a, j)
+    total = shift.new_zeros(len(waiting), coupling.shift_size).index_add(0, to, shift)
     corrected: Tensor = draws.before[draws.left].float() + coupling.strength * coupling.output(total)
     return corrected.log_softmax(-1)
 
@@ -68,7 +66,7 @@ def after_draws(coupling: PairwiseCoupling, draws: Draws) -> Tensor:
 @one_torch_thread()
 @torch.no_grad()
 def evaluate_coupling(
-    coupling: PairwiseCoupling,
+    coupling: LearnedCoupling,
     model: MaskedModel,
     trajectories: Trajectories,
     *,
@@ -101,7 +99,7 @@ def evaluate_coupling(
 
 
 @torch.no_grad()
-def report_on(coupling: PairwiseCoupling, draws: Draws, *, seed: int) -> CouplingReport:
+def report_on(coupling: LearnedCoupling, draws: Draws, *, seed: int) -> CouplingReport:
     """The report on some draws."""
     before, after, control = (torch.zeros(len(draws.tokens), dtype=torch.float64, device="cpu") for _ in range(3))
     masked = 0

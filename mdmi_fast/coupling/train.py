@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mdmi_fast._threads import one_torch_thread
 from mdmi_fast.coupling.draws import Draws, Pairs, ask, chunks, divergence, pairs_of
 from mdmi_fast.coupling.evaluate import CouplingReport, after_draws, report_on
-from mdmi_fast.coupling.network import PairwiseCoupling
+from mdmi_fast.coupling.learned import C, LearnedCoupling
 from mdmi_fast.coupling.trajectories import Trajectories
 from mdmi_fast.models import MaskedModel
 from mdmi_fast.models.identity import identity
@@ -41,7 +41,7 @@ class CouplingProgress(NamedTuple):
 
 @one_torch_thread()
 def train_coupling(
-    coupling: PairwiseCoupling,
+    coupling: C,
     model: MaskedModel,
     trajectories: Trajectories,
     *,
@@ -53,7 +53,7 @@ def train_coupling(
     held_out: float = 0.1,
     seed: int = 0,
     on_progress: Callable[[CouplingProgress], object] | None = None,
-) -> tuple[PairwiseCoupling, CouplingReport]:
+) -> tuple[C, CouplingReport]:
     """Fit a coupling to its model, without a single probe: decoded sequences hold what is to be learned.
 
     First single pairs: the model's marginal at j once one token was drawn at a, pairs drawn in proportion to how much
@@ -86,7 +86,7 @@ def train_coupling(
     n_judged = max(1, round(held_out * len(order)))
     judged, trained = trajectories.of(order[:n_judged]), trajectories.of(order[n_judged:])
     coupling.train()
-    pairs = _many_pairs(model, trained, states, coupling.distances, generator)
+    pairs = _many_pairs(model, trained, states, coupling.reach, generator)
     if not len(pairs.tokens):
         raise ValueError("train_coupling: trajectories must hold two positions near each other, got none")
     _fit(
@@ -104,7 +104,7 @@ def train_coupling(
 
 
 def _check(
-    coupling: PairwiseCoupling,
+    coupling: LearnedCoupling,
     model: MaskedModel,
     trajectories: Trajectories,
     states: int,
@@ -133,10 +133,10 @@ def _check(
 
 
 def _many_pairs(
-    model: MaskedModel, trajectories: Trajectories, states: int, distances: int, generator: torch.Generator
+    model: MaskedModel, trajectories: Trajectories, states: int, reach: int, generator: torch.Generator
 ) -> Pairs:
     parts = [
-        pairs_of(ask(model, trajectories, *chunk), distances)
+        pairs_of(ask(model, trajectories, *chunk), reach)
         for chunk in chunks(trajectories, states=states, most=1, generator=generator)
     ]
     return Pairs(*(torch.cat(field) for field in zip(*parts, strict=True)))
@@ -152,34 +152,31 @@ def _many_draws(
     return Draws(*(torch.cat(field) for field in zip(*parts, strict=True)))
 
 
-def _pair_batches(coupling: PairwiseCoupling, pairs: Pairs, generator: torch.Generator) -> Callable[[], Tensor]:
+def _pair_batches(coupling: LearnedCoupling, pairs: Pairs, generator: torch.Generator) -> Callable[[], Tensor]:
     weight = divergence(pairs.after, pairs.before).double() + _FLOOR
     cumulative = weight.cumsum(0)
 
     def loss() -> Tensor:
         places = torch.rand(_PAIRS, generator=generator, dtype=torch.float64, device="cpu") * cumulative[-1]
         some = pairs.of(torch.searchsorted(cumulative, places).clamp(max=len(weight) - 1))
-        shift = coupling.shift(
-            coupling.drawn(some.drawn.float()), coupling.waiting(some.waiting.float()), some.tokens, some.offset
-        )
+        drawn, waiting = coupling.project(some.drawn.float())[0], coupling.project(some.waiting.float())[1]
+        shift = coupling.shift(drawn, waiting, some.tokens, some.a, some.j)
         guess = (some.before.float() + coupling.output(shift)).log_softmax(-1)
         return divergence(some.after, guess).mean()
 
     return loss
 
 
-def _product_batches(coupling: PairwiseCoupling, draws: Draws, generator: torch.Generator) -> Callable[[], Tensor]:
+def _product_batches(coupling: LearnedCoupling, draws: Draws, generator: torch.Generator) -> Callable[[], Tensor]:
     def loss() -> Tensor:
         some = draws.of(torch.randint(len(draws.tokens), (_STATES,), generator=generator, device="cpu"))
-        if not bool(some.left.any()):
-            return coupling.offset.sum() * 0.0
         return divergence(some.after[some.left], after_draws(coupling, some)).mean()
 
     return loss
 
 
 def _fit(
-    coupling: PairwiseCoupling,
+    coupling: LearnedCoupling,
     batch_loss: Callable[[], Tensor],
     stage: str,
     steps: int,
@@ -208,7 +205,7 @@ def _fit(
             total = 0.0
 
 
-def _loss_at(coupling: PairwiseCoupling, draws: Draws, strength: float) -> float:
+def _loss_at(coupling: LearnedCoupling, draws: Draws, strength: float) -> float:
     coupling.strength = strength
     total = 0.0
     for index in torch.arange(len(draws.tokens), device="cpu").split(_STATES):

@@ -1,0 +1,85 @@
+"""The coupling of the Sudoku task: like the network, it does not care which digit is called what."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mdmi_fast.coupling import ShippedCoupling
+from mdmi_fast.estimator.layers import RowLayers
+from mdmi_fast.tasks.sudoku.model import (
+    CELLS,
+    DIGIT_STATE,
+    DIGITS,
+    HIDDEN_WIDTH,
+    ITERATIONS,
+    VOCABULARY,
+    position_codes,
+)
+
+
+class SudokuCoupling(ShippedCoupling):
+    """What a digit v drawn in cell a adds to every digit w of cell j, with weights shared by all pairs of digits.
+
+    z = relu(A [h_a,w; h_a,v] + B [h_j,w; h_j,v] + S [w = v] + R[units that a and j share]), then dense layers, then one number and
+    its gate; h_a,w is what the network says of the digit w in cell a.
+
+    Args:
+        layers: widths of the hidden layers, one at least.
+
+    Raises:
+        ValueError: if there are no layers, or a width is less than 1.
+    """
+
+    architecture = "sudoku"
+    shared: Tensor
+
+    def __init__(self, layers: tuple[int, ...] | list[int] = (48, 24)) -> None:
+        if not layers or min(layers) < 1:
+            raise ValueError(f"SudokuCoupling: layers must be one width or more, each at least 1, got {tuple(layers)}")
+        super().__init__(HIDDEN_WIDTH, VOCABULARY)
+        self.layers, self.shift_size, self.reach = tuple(layers), VOCABULARY, CELLS
+        self.drawn = RowLayers(DIGIT_STATE, 2 * layers[0])
+        self.waiting = RowLayers(DIGIT_STATE, 2 * layers[0], bias=False)
+        self.same = nn.Parameter(0.3 * torch.randn(layers[0]))
+        self.units = nn.Parameter(0.3 * torch.randn(8, layers[0]))
+        self.dense = RowLayers(*layers, 2)
+        share = torch.stack([codes @ codes.T for codes in position_codes().split(9, dim=1)], dim=-1)
+        self.register_buffer("shared", (share @ torch.tensor([1.0, 2.0, 4.0])).long(), persistent=False)
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        digits = hidden[..., : DIGITS * DIGIT_STATE].unflatten(-1, (DIGITS, DIGIT_STATE))
+        return self.drawn(digits).flatten(-2), self.waiting(digits).flatten(-2)
+
+    def shift(self, drawn: Tensor, waiting: Tensor, tokens: Tensor, a: Tensor, j: Tensor) -> Tensor:
+        digit = (tokens - 1).clamp(min=0)
+        total = torch.zeros((), device=drawn.device)
+        for side in (drawn, waiting):
+            each, chosen = side.unflatten(-1, (DIGITS, -1)).chunk(2, dim=-1)
+            own = chosen.gather(-2, digit[..., None, None].expand(*digit.shape, 1, self.layers[0]))
+            total = total + each + own
+        same = torch.nn.functional.one_hot(digit, DIGITS).unsqueeze(-1) * self.same
+        told = self.dense(torch.relu(total + same + self.units[self.shared[a, j]].unsqueeze(-2)))
+        shift = told[..., 0] * torch.relu(1.0 + told[..., 1])
+        return nn.functional.pad(shift.masked_fill((a == j).unsqueeze(-1), 0.0), (1, 0))
+
+    def output(self, shift: Tensor) -> Tensor:
+        return shift
+
+    def configuration(self) -> dict[str, Any]:
+        return {"layers": list(self.layers)}
+
+    @classmethod
+    def shipped(cls, strength: str = "strong") -> SudokuCoupling:
+        """The coupling that comes with the package for one of its networks: hidden states of another mean nothing to it.
+
+        Raises:
+            ValueError: for another name than "strong" or "weak".
+        """
+        if strength not in ITERATIONS:
+            raise ValueError(f"sudoku: the shipped couplings are {', '.join(ITERATIONS)}, got {strength!r}")
+        with as_file(files(__package__) / "weights" / f"coupling_{strength}") as folder:
+            return cls.from_pretrained(folder)
