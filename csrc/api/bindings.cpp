@@ -129,9 +129,8 @@ using RuleIn = std::tuple<int, bool, bool>;  // symmetry, multiply, softplus
 mdmi::PairShift pair_shift(const char* op, const ShiftIn& in, int64_t batch, int64_t n) {
   const auto [values, count, relation, stride_b] = in;
   if (count == 0) return {};
-  const int64_t sequences = stride_b == 0 ? 1 : batch;
-  return {at<float>(op, "shift", values, {count}), count,
-          at_or_null<int32_t>(op, "relation", relation, {sequences, n, n}), stride_b};
+  const int32_t* of_pairs = at_or_null<int32_t>(op, "relation", relation, {stride_b == 0 ? 1 : batch, n, n});
+  return {at<float>(op, "shift", values, {count}), count, of_pairs, stride_b};
 }
 
 mdmi::Halves halves(const char* op, const HalvesIn& in) {
@@ -199,14 +198,12 @@ mdmi::PairGradients gradients(const char* op, const GradientsOut& out, const mdm
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "CPU kernels of mdmi_fast. Private: call mdmi_fast.ops.";
-
   m.def("isa", [] { return std::string(mdmi::kernels().isa); });
   m.def("supported_isas", &mdmi::supported_isas);
   m.def("fma_burst", [](int64_t rounds) {
     py::gil_scoped_release unlocked;
     return mdmi::kernels().fma_burst(rounds);
   });
-
   m.attr("no_window") = mdmi::kNoWindow;
   m.def("select_budget", [](const std::string& name, Shape2 shape, uintptr_t entropy, int entropy_dtype,
                             Strides2 entropy_strides, uintptr_t mask, Strides2 mask_strides, uintptr_t mi, int mi_dtype,
@@ -300,9 +297,9 @@ PYBIND11_MODULE(_C, m) {
     const mdmi::StackOut to = {at_or_null<float>(op, "the mixture's entropy", out[0], {n_rows}),
                                at_or_null<float>(op, "the expected entropy", out[1], {n_rows}),
                                at_or_null<float>(op, "the expected KL", out[2], {n_rows})};
-    const bool has_base = to.kl != nullptr;
-    const mdmi::Rows base_rows = has_base ? rows(op, "base_logits", base, {n_rows, width}) : mdmi::Rows{};
-    mdmi::stack_stats(stack(op, logits, width), has_base ? &base_rows : nullptr, width, to, usable_threads(threads));
+    const mdmi::Rows base_rows = to.kl == nullptr ? mdmi::Rows{} : rows(op, "base_logits", base, {n_rows, width});
+    mdmi::stack_stats(stack(op, logits, width), to.kl == nullptr ? nullptr : &base_rows, width, to,
+                      usable_threads(threads));
   });
   m.def("expected_kl_backward",
         [](StackIn logits, RowsIn base, int64_t width, uintptr_t grad, Out d_logits, Out d_base, int64_t threads) {
@@ -362,7 +359,7 @@ PYBIND11_MODULE(_C, m) {
           const char* op = "score_and_select";
           const mdmi::Halves pairs = halves(op, in);
           const auto& [u, v, shape, mask, mask_strides, shift] = in;
-          const int64_t batch = pairs.batch, n = pairs.n;
+          const auto [batch, n, width] = shape;
           return mdmi::score_and_select(
               network, pairs, pair_rule(rule),
               positions(op, {batch, n}, {entropy, entropy_dtype, entropy_strides}, {mask, mask_strides}),
