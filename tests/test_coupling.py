@@ -15,6 +15,7 @@ from mdmi_fast import (
     draw_trajectories,
     evaluate_coupling,
     load_coupling,
+    load_model,
     train_coupling,
 )
 from mdmi_fast.cli import main
@@ -24,6 +25,7 @@ from mdmi_fast.decoding.coupling import Coupling
 from mdmi_fast.decoding.policies import Step
 from mdmi_fast.models import MaskedOutput
 from mdmi_fast.models.exact import JointTable
+from mdmi_fast.tasks.sudoku.coupling import SudokuCoupling
 
 N = 6
 
@@ -272,3 +274,49 @@ def test_three_bits_of_which_one_is_the_parity_of_the_others_are_left_alone() ->
     some = draws.of(first.nonzero().squeeze(-1))
     with torch.no_grad():
         assert float(divergence(some.after[some.left], after_draws(coupling, some)).mean()) < 0.01
+
+
+def test_the_sudoku_coupling_does_not_care_what_a_digit_is_called() -> None:
+    model, coupling = load_model("sudoku:weak"), SudokuCoupling((12, 6)).eval()
+    board = torch.zeros(1, 81, dtype=torch.int64)
+    board[0, :9] = torch.tensor([5, 3, 0, 0, 7, 0, 0, 0, 9])
+    renamed = torch.tensor([0, 4, 5, 6, 7, 8, 9, 1, 2, 3])
+    order, drawn = torch.tensor([[2, 3, 40, 5]]), torch.tensor([4])
+
+    def correction(tokens: Tensor, told: Tensor) -> Tensor:
+        one_pass = coupling.begin(Step.of(0), model(tokens).hidden, order)
+        one_pass.tell(0, told)
+        one_pass.tell(1, told)
+        found = one_pass.correction(3)
+        assert found is not None
+        return found[0]
+
+    with torch.no_grad():
+        mine, theirs = correction(board, drawn), correction(renamed[board], renamed[drawn])
+    torch.testing.assert_close(mine, theirs[renamed], rtol=1e-4, atol=1e-5)
+    assert mine[0] == 0.0
+    assert mine.abs().max() > 0
+
+
+def test_the_sudoku_coupling_comes_back_from_its_folder(tmp_path: Path) -> None:
+    SudokuCoupling((12, 6)).save_pretrained(tmp_path)
+    found = load_coupling(tmp_path)
+    assert isinstance(found, SudokuCoupling)
+    assert found.n_parameters == 1_136
+    with pytest.raises(ValueError, match="PairwiseCoupling reads 'general'"):
+        PairwiseCoupling.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="layers must be one width or more"):
+        SudokuCoupling(())
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        load_coupling(tmp_path / "none")
+    with pytest.raises(ValueError, match="nothing is registered as 'chess'"):
+        load_coupling("chess")
+
+
+def test_sequences_by_entropy_write_the_surest_position_first(chain: Chain) -> None:
+    tokens = torch.full((5, N), 2)
+    tokens[:, 2] = 1
+    found = draw_trajectories(chain, tokens, order="entropy", generator=torch.Generator().manual_seed(0))
+    assert bool((found.order[:, 1] == 0).all())  # the first of two alike beside what is given
+    with pytest.raises(ValueError, match="order must be one of 'random', 'entropy'"):
+        draw_trajectories(chain, tokens, order="surest")  # type: ignore[arg-type]

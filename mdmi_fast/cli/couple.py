@@ -40,6 +40,12 @@ def add(subparsers: Any) -> None:
         "--temperature", type=amount, default=1.0, metavar="T", help="of the draws, as for decode (default: 1)"
     )
     parser.add_argument(
+        "--order",
+        choices=("random", "entropy"),
+        default="random",
+        help="in which positions are decoded; entropy: the lowest first (default: random)",
+    )
+    parser.add_argument(
         "--layers", type=_widths, default=(128, 64), metavar="W,W", help="widths of the layers (default: 128,64)"
     )
     parser.add_argument("--rank", type=positive, default=48, metavar="N", help="numbers of a shift (default: 48)")
@@ -99,6 +105,7 @@ def run(options: argparse.Namespace) -> int:
         "model": options.model,
         "data": Path(options.data).name,
         "sequences": len(trajectories.tokens),
+        "order": options.order,
         "temperature": options.temperature,
         "explained": report.explained.value,
     }
@@ -126,7 +133,9 @@ def _trajectories(options: argparse.Namespace, model: MaskedModel) -> Trajectori
                     raise InputError(f"{file}: is of other sequences than {options.data}; choose another --out")
             else:
                 generator = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
-                found = draw_trajectories(model, part, temperature=options.temperature, generator=generator)
+                found = draw_trajectories(
+                    model, part, order=options.order, temperature=options.temperature, generator=generator
+                )
                 found.save(file)
             parts.append(found)
             progress.update(len(part))

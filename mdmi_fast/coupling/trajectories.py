@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mdmi_fast import checks as check
-from mdmi_fast.decoding import Random, decode
+from mdmi_fast.decoding import Random, Sequential, decode
 from mdmi_fast.files import replace_file
 from mdmi_fast.models import MaskedModel
 
@@ -87,31 +87,40 @@ def _check(owner: str, trajectories: Trajectories) -> None:
 
 
 def draw_trajectories(
-    model: MaskedModel, tokens: Tensor, *, temperature: float = 1.0, generator: torch.Generator | None = None
+    model: MaskedModel,
+    tokens: Tensor,
+    *,
+    order: Literal["random", "entropy"] = "random",
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
 ) -> Trajectories:
-    """Fill sequences one position a pass, in random order, and keep the order.
+    """Fill sequences one position a pass, and keep the order.
 
     Args:
         model: whose trajectories they are.
         tokens: [W, N] int64, masked where the model is to write. Many sequences are wanted rather than long ones: a
             thousand of 64 letters make a coupling of text.
+        order: in which positions are written: at random, or by entropy, the lowest first, as policies do; a coupling is good
+            at states like those it was trained on.
         temperature: of the draws; a coupling is for this one and those near it.
         generator: where seeds come from; None: torch's own.
 
     Raises:
         TypeError: as `decode`.
-        ValueError: as `decode`, or if a sequence has nothing to fill.
+        ValueError: as `decode`, or if a sequence has nothing to fill or order is something else.
     """
     masked = tokens == model.mask_token_id
     if tokens.ndim != 2 or not bool(masked.any(dim=-1).all()):
         raise ValueError("draw_trajectories: tokens must be [W, N] with a masked position in every sequence")
-    filled, order = [], []
+    check.one_of("draw_trajectories", "order", order, ("random", "entropy"))
+    filled, written = [], []
     for part in tokens.split(_AT_ONCE):
-        result: Any = decode(model, part, Random(1), temperature=temperature, generator=generator, trace=True)
+        policy = Random(1) if order == "random" else Sequential()
+        result: Any = decode(model, part, policy, temperature=temperature, generator=generator, trace=True)
         own = torch.full_like(part, -1)
         for record in result.trace:
             row, position = record.selected.nonzero(as_tuple=True)
             own[record.sequences[row], position] = record.step
         filled.append(result.tokens)
-        order.append(own)
-    return Trajectories(torch.cat(filled), torch.cat(order), model.mask_token_id)
+        written.append(own)
+    return Trajectories(torch.cat(filled), torch.cat(written), model.mask_token_id)
