@@ -1,9 +1,12 @@
-"""Text filled in few passes: the tokens of a pass drawn independently, coupled, and coupled by the states of another window.
+"""Text filled in few passes: the tokens of a pass drawn independently, coupled, and with two controls of the coupling.
 
 The commands before this one are in mdmi_fast/tasks/text/README.md.
 
 python benchmarks/text_coupling.py --text kjv.txt --model text:model --estimator estimator --coupling coupling \\
     --out benchmarks/results/text_coupling.csv
+
+The controls: "other states" knows tokens and distances, but reads the hidden states of the window before; "dealt out" gives
+every position the correction that was meant for the same turn of the window before.
 
 Temperature 1, the same windows and seeds for every row. Differences are taken window by window: from one by one, and from
 the independent drawing of the same rule. Diversity stands beside, because a sharper draw would please both judges:
@@ -26,8 +29,8 @@ from torch import Tensor
 
 from mdmi_fast import PairwiseCoupling, decode, load_coupling, load_estimator, load_model
 from mdmi_fast.bench.report import write_table
+from mdmi_fast.coupling.learned import NetworkPass
 from mdmi_fast.decoding import EntropyBound, MIBudget, MIThreshold, Policy, Random, Sequential, TopK
-from mdmi_fast.decoding.coupling import CoupledPass
 from mdmi_fast.decoding.policies import Step
 from mdmi_fast.statistics import Floats, mean_interval
 from mdmi_fast.tasks.likelihood import surprise
@@ -36,11 +39,24 @@ from mdmi_fast.tasks.text.corpus import prompts, windows
 from mdmi_fast.tasks.text.ngram import NGram
 
 
-class OfAnother(PairwiseCoupling):
-    """The control: the same tokens and distances, but the hidden states of the window before."""
+class OtherStates(PairwiseCoupling):
+    """The same tokens and distances, but the hidden states of the window before."""
 
-    def begin(self, step: Step, hidden: Tensor, order: Tensor) -> CoupledPass:  # type: ignore[override]
+    def begin(self, step: Step, hidden: Tensor, order: Tensor) -> NetworkPass:
         return super().begin(step, hidden.roll(1, 0), order)
+
+
+class DealtOut(PairwiseCoupling):
+    """The corrections of the window before."""
+
+    def begin(self, step: Step, hidden: Tensor, order: Tensor) -> NetworkPass:
+        return RolledPass(self, hidden, order)
+
+
+class RolledPass(NetworkPass):
+    def correction(self, k: int) -> Tensor | None:
+        found = super().correction(k)
+        return None if found is None else found.roll(1, 0)
 
 
 def rules(mi: Any) -> dict[str, Policy]:
@@ -76,19 +92,24 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--estimator", required=True, help="its folder")
     parser.add_argument("--coupling", required=True, help="its folder")
-    parser.add_argument("--tasks", nargs="+", default=["infill", "complete"])
+    parser.add_argument("--tasks", nargs="+", default=["infill", "complete", "whole"])
     parser.add_argument("--count", type=int, default=200, help="windows a row")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     model: Any = load_model(options.model)
-    mi, coupling = load_estimator(options.estimator), load_coupling(options.coupling)
-    other = OfAnother.from_pretrained(options.coupling)
+    mi = load_estimator(options.estimator)
+    drawings: dict[str, Any] = {
+        "independent": None,
+        "coupled": load_coupling(options.coupling),
+        "other states": OtherStates.from_pretrained(options.coupling),
+        "dealt out": DealtOut.from_pretrained(options.coupling),
+    }
     corpus = options.text.read_text()
     judge = NGram(corpus[:-HELD_OUT])
     texts = windows(corpus[-HELD_OUT:], options.count, seed=1)
     rows: list[dict[str, Any]] = []
     for task in options.tasks:
-        asked = prompts(task, texts, seed=1)
+        asked = ["_" * len(text) for text in texts] if task == "whole" else prompts(task, texts, seed=1)
         places = [[i for i, letter in enumerate(prompt) if letter == "_"] for prompt in asked]
 
         def fill(policy: Policy, of: Any) -> tuple[list[str], float, float, dict[str, Floats]]:
@@ -110,13 +131,10 @@ def main() -> None:
         row: dict[str, Any] = {"task": task, "rule": "one by one", "drawing": "independent"}
         rows.append(row | _figures(first, first[3], first[3]) | diversity(first[0], texts))
         for name, policy in rules(mi).items():
-            independent = fill(policy, None)
-            drawings = {
-                "independent": independent,
-                "coupled": fill(policy, coupling),
-                "of another": fill(policy, other),
-            }
-            for drawing, filled in drawings.items():
+            independent: Any = None
+            for drawing, of in drawings.items():
+                filled = fill(policy, of)
+                independent = independent or filled
                 row = {"task": task, "rule": name, "drawing": drawing}
                 row |= _figures(filled, first[3], independent[3]) | diversity(filled[0], texts)
                 rows.append(row)

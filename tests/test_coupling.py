@@ -253,7 +253,10 @@ def test_the_command_trains_and_goes_on_with_the_sequences_it_has(
     data.write_text(f"{solved[:60]}{'0' * 21}\n{'0' * 30}{solved[30:]}\n")
     assert main(command) == 1
     assert "is of other sequences than" in capsys.readouterr().err
+    assert isinstance(load_coupling(out), SudokuCoupling)
     assert main([*command, "--temperature", "0"]) == 2
+    assert main([*command, "--rank", "3"]) == 2
+    assert "--rank belongs to --architecture general" in capsys.readouterr().err
 
 
 def test_three_bits_of_which_one_is_the_parity_of_the_others_are_left_alone() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mdmi_fast import PairwiseMIEstimator
+from mdmi_fast import PairwiseCoupling, PairwiseMIEstimator
 from mdmi_fast.cli import _parser
 from mdmi_fast.cli.demo import BOARDS
 from mdmi_fast.maps import mi_map
@@ -30,6 +30,7 @@ ELSEWHERE = {
         ("train", name): default_of(PairwiseMIEstimator, name)
         for name in ("combine", "rank", "output", "marginals", "weighted_layers", "distances")
     },
+    **{("couple", name): default_of(PairwiseCoupling, name) for name in ("rank", "distances")},
     ("map", "form"): default_of(mi_map, "form"),
     ("demo", "boards"): BOARDS,
 }

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mdmi_fast.cli._errors import InputError, UsageError
-from mdmi_fast.cli._options import DATA_HELP, add_model, add_seed, add_threads, amount, positive, share
+from mdmi_fast.cli._options import DATA_HELP, add_model, add_seed, add_threads, amount, kind_of, positive, share
 from mdmi_fast.files import check_folder
+from mdmi_fast.models.loading import registered, resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mdmi_fast.coupling import CouplingProgress, CouplingReport, Share, Trajectories
+    from mdmi_fast.coupling import CouplingProgress, CouplingReport, LearnedCoupling, Share, Trajectories
     from mdmi_fast.models import MaskedModel
 
+_GENERAL = ("rank", "distances")
+"""Options of the general architecture only."""
 _AT_ONCE = 256
 """Sequences of one file of trajectories, what a restart may repeat."""
 
@@ -46,12 +49,16 @@ def add(subparsers: Any) -> None:
         help="in which positions are decoded; entropy: the lowest first (default: random)",
     )
     parser.add_argument(
-        "--layers", type=_widths, default=(128, 64), metavar="W,W", help="widths of the layers (default: 128,64)"
+        "--layers", type=_widths, metavar="W,W", help="widths of the layers (default: the architecture's)"
     )
-    parser.add_argument("--rank", type=positive, default=48, metavar="N", help="numbers of a shift (default: 48)")
     parser.add_argument(
-        "--distances", type=positive, default=8, metavar="K", help="farthest pair that is corrected (default: 8)"
+        "--architecture",
+        choices=("general", *registered("mdmi_fast.couplings")),
+        help="of the coupling (default: that which ships for the model, else general)",
     )
+    general = parser.add_argument_group("of the general architecture")
+    general.add_argument("--rank", type=positive, metavar="N", help="numbers of a shift (default: 48)")
+    general.add_argument("--distances", type=positive, metavar="K", help="farthest pair that is corrected (default: 8)")
     parser.add_argument(
         "--states", type=positive, default=16_000, metavar="N", help="states to ask about (default: 16000)"
     )
@@ -70,18 +77,21 @@ def run(options: argparse.Namespace) -> int:
     check_folder(options.out)
     if options.temperature == 0:
         raise UsageError("--temperature must be above 0: without draws nothing depends on them")
+    kind = kind_of(options.model)
+    architecture = options.architecture or (kind if kind in registered("mdmi_fast.couplings") else "general")
+    named = [name for name in _GENERAL if getattr(options, name) is not None]
+    if architecture != "general" and named:
+        raise UsageError(f"--{named[0]} belongs to --architecture general")
     import torch
 
     from mdmi_fast.cli._progress import bar
-    from mdmi_fast.coupling import PairwiseCoupling, train_coupling
+    from mdmi_fast.coupling import train_coupling
     from mdmi_fast.models import load_model
 
     model = load_model(options.model)
     trajectories = _trajectories(options, model)
     torch.manual_seed(options.seed)
-    coupling = PairwiseCoupling(
-        model.hidden_size, model.vocab_size, options.layers, rank=options.rank, distances=options.distances
-    )
+    coupling = _network(architecture, options, model)
     print(f"{coupling.summary()}; {len(trajectories.tokens)} sequences")
     with bar(total=options.steps + options.steps // 3, unit="step", description="training") as progress:
 
@@ -112,6 +122,17 @@ def run(options: argparse.Namespace) -> int:
     coupling.save_pretrained(options.out)
     print(f"\n{options.out}, on held-out sequences:\n{as_table(report)}")
     return 0
+
+
+def _network(architecture: str, options: argparse.Namespace, model: MaskedModel) -> LearnedCoupling:
+    from mdmi_fast.coupling import PairwiseCoupling
+
+    names = ("layers", *_GENERAL) if architecture == "general" else ("layers",)
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if architecture == "general":
+        return PairwiseCoupling(model.hidden_size, model.vocab_size, **given)
+    made: LearnedCoupling = resolve("mdmi_fast.couplings", architecture)(**given)
+    return made
 
 
 def _trajectories(options: argparse.Namespace, model: MaskedModel) -> Trajectories:
