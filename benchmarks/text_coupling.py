@@ -142,7 +142,7 @@ def main() -> None:
         nothing = {"task": task, "rule": "original text", "drawing": ""}
         original = {"": surprise(model, texts, places), "ngram_": judge.surprise(texts, places)}
         rows.append(nothing | _figures((texts, 0.0, 0.0, original), first[3], original) | diversity(texts, texts))
-    write_table(options.out, rows[0], (row.values() for row in rows))
+        write_table(options.out, rows[0], (row.values() for row in rows))  # what there is so far
 
 
 def _figures(

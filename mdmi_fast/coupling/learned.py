@@ -31,6 +31,7 @@ class LearnedCoupling(nn.Module):
         shift_size: numbers of a shift.
         reach: the farthest pair that is corrected.
         strength: what all corrections are multiplied by; set by `train_coupling` on held-out sequences.
+        greedy: whether `decode` corrects at temperature 0 too; not saved.
         trained_on: the model it was trained on (`identity`); None: unknown.
         provenance: what else is worth knowing, saved alongside for humans.
     """
@@ -43,7 +44,7 @@ class LearnedCoupling(nn.Module):
     def __init__(self, hidden_size: int, vocab_size: int) -> None:
         super().__init__()
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.strength = 1.0
+        self.strength, self.greedy = 1.0, False
         self.trained_on: dict[str, Any] | None = None
         self.provenance: dict[str, Any] = {}
 
