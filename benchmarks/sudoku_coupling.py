@@ -1,6 +1,7 @@
 """Sudoku boards in few passes: the digits of a pass drawn independently, coupled, and with the couplings of other boards.
 
-python benchmarks/sudoku_coupling.py --coupling sudoku --out benchmarks/results/sudoku_coupling.csv
+mdmi-fast couple --model sudoku --data grids.txt --order entropy --states 8000 --out coupling  # 600 lines of 81 zeros
+python benchmarks/sudoku_coupling.py --coupling coupling --out benchmarks/results/sudoku_coupling.csv
 
 A budget on predicted mutual information (the shipped estimator) at several sizes. "generate" begins at an empty grid, "complete" at 20
 random clues of a board, both at temperature 1; "solve" takes the shipped test puzzles at temperature 0, where a coupling counts only if it
@@ -60,7 +61,7 @@ class _Rolled:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--coupling", default="sudoku", help="name or folder (default: sudoku)")
+    parser.add_argument("--coupling", required=True, help="its folder")
     parser.add_argument("--boards", type=int, default=500)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

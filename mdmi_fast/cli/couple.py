@@ -54,7 +54,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--architecture",
         choices=("general", *registered("mdmi_fast.couplings")),
-        help="of the coupling (default: that which ships for the model, else general)",
+        help="of the coupling (default: that of the model's task, else general)",
     )
     general = parser.add_argument_group("of the general architecture")
     general.add_argument("--rank", type=positive, metavar="N", help="numbers of a shift (default: 48)")

@@ -2,7 +2,7 @@
 
 from mdmi_fast.coupling.evaluate import CouplingReport, Share, evaluate_coupling
 from mdmi_fast.coupling.learned import LearnedCoupling
-from mdmi_fast.coupling.network import PairwiseCoupling, ShippedCoupling, load_coupling
+from mdmi_fast.coupling.network import PairwiseCoupling, load_coupling
 from mdmi_fast.coupling.train import CouplingProgress, train_coupling
 from mdmi_fast.coupling.trajectories import Trajectories, draw_trajectories
 from mdmi_fast.decoding.coupling import CoupledPass, Coupling
@@ -15,7 +15,6 @@ __all__ = [
     "LearnedCoupling",
     "PairwiseCoupling",
     "Share",
-    "ShippedCoupling",
     "Trajectories",
     "draw_trajectories",
     "evaluate_coupling",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mdmi_fast.coupling.learned import LearnedCoupling, read_configuration
 from mdmi_fast.estimator.layers import RowLayers
-from mdmi_fast.models.loading import find_for_model, registered, resolve
+from mdmi_fast.models.loading import resolve
 
 
 class PairwiseCoupling(LearnedCoupling):
@@ -89,41 +89,25 @@ class PairwiseCoupling(LearnedCoupling):
         }
 
 
-class ShippedCoupling(LearnedCoupling):
-    """A coupling that comes with a package, registered as an entry point of the group "mdmi_fast.couplings"."""
-
-    @classmethod
-    def shipped(cls, variant: str = "") -> LearnedCoupling:
-        """The coupling that ships, or one of several by name."""
-        raise NotImplementedError
-
-
-def load_coupling(source: str | Path) -> LearnedCoupling:
-    """Load a coupling by its folder, or by the name of a model that one ships for, such as "sudoku".
+def load_coupling(folder: str | Path) -> LearnedCoupling:
+    """Load a coupling that `save_pretrained` or `mdmi-fast couple` wrote, of any architecture.
 
     Args:
-        source: a folder written by `save_pretrained` where there is one of that name, else the name.
+        folder: its folder.
 
     Returns:
         The coupling in evaluation mode.
 
     Raises:
         FileNotFoundError: if there is no such folder, or it holds no coupling.
-        ValueError: if none ships for that name, or the folder is damaged.
+        ValueError: if the folder is damaged, or of an architecture that is not installed.
     """
-    if Path(source).is_dir():
-        architecture = read_configuration(Path(source))["architecture"]
-        if architecture == PairwiseCoupling.architecture:
-            return PairwiseCoupling.from_pretrained(source)
-        found: type[LearnedCoupling] = resolve("mdmi_fast.couplings", architecture)
-        return found.from_pretrained(source)
-    name, _, variant = str(source).partition(":")
-    if "/" in name or isinstance(source, Path):
-        raise FileNotFoundError(f"load_coupling: no folder {source}")
-    shipped: type[ShippedCoupling] | None = find_for_model("mdmi_fast.couplings", source)
-    if shipped is None:
-        raise ValueError(
-            f"load_coupling: nothing is registered as {source!r}; known: {', '.join(registered('mdmi_fast.couplings'))}; "
-            f"`mdmi-fast couple --model {source}` makes one for a model"
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(
+            f"load_coupling: no folder {folder}; `mdmi-fast couple` trains a coupling, none ships with the package"
         )
-    return shipped.shipped(variant) if variant else shipped.shipped()
+    architecture = read_configuration(Path(folder))["architecture"]
+    if architecture == PairwiseCoupling.architecture:
+        return PairwiseCoupling.from_pretrained(folder)
+    found: type[LearnedCoupling] = resolve("mdmi_fast.couplings", architecture)
+    return found.from_pretrained(folder)

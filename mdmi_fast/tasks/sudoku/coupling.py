@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from importlib.resources import as_file, files
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mdmi_fast.coupling import ShippedCoupling
+from mdmi_fast.coupling import LearnedCoupling
 from mdmi_fast.estimator.layers import RowLayers
 from mdmi_fast.tasks.sudoku.model import (
     CELLS,
     DIGIT_STATE,
     DIGITS,
     HIDDEN_WIDTH,
-    ITERATIONS,
     VOCABULARY,
     position_codes,
 )
 
 
-class SudokuCoupling(ShippedCoupling):
+class SudokuCoupling(LearnedCoupling):
     """What a digit v drawn in cell a adds to every digit w of cell j, with weights shared by all pairs of digits.
 
     z = relu(A [h_a,w; h_a,v] + B [h_j,w; h_j,v] + S [w = v] + R[units that a and j share]), then dense layers, then one number and
@@ -71,15 +69,3 @@ class SudokuCoupling(ShippedCoupling):
 
     def configuration(self) -> dict[str, Any]:
         return {"layers": list(self.layers)}
-
-    @classmethod
-    def shipped(cls, strength: str = "strong") -> SudokuCoupling:
-        """The coupling that comes with the package for one of its networks: hidden states of another mean nothing to it.
-
-        Raises:
-            ValueError: for another name than "strong" or "weak".
-        """
-        if strength not in ITERATIONS:
-            raise ValueError(f"sudoku: the shipped couplings are {', '.join(ITERATIONS)}, got {strength!r}")
-        with as_file(files(__package__) / "weights" / f"coupling_{strength}") as folder:
-            return cls.from_pretrained(folder)
