@@ -222,6 +222,21 @@ def test_bad_options_are_named(options: dict[str, Any], message: str, chain: Cha
         train_coupling(coupling, chain, trajectories, **options)
 
 
+def test_what_is_no_coupling_and_no_trajectory_is_refused(
+    trained: tuple[PairwiseCoupling, Any], chain: Chain, trajectories: Trajectories
+) -> None:
+    coupling, _ = trained
+    for call in (train_coupling, evaluate_coupling):
+        with pytest.raises(TypeError, match="coupling must be a LearnedCoupling, got 'chain'"):
+            call("chain", chain, trajectories)  # type: ignore[operator]
+        with pytest.raises(TypeError, match="trajectories must be a Trajectories, got 3"):
+            call(coupling, chain, 3)  # type: ignore[operator]
+    with pytest.raises(ValueError, match="states and most_drawn must be at least 1, got 0 and 16"):
+        evaluate_coupling(coupling, chain, trajectories, states=0)
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        draw_trajectories(chain, torch.full((2, N), 2), temperature=0.0)
+
+
 def test_other_sizes_are_refused(chain: Chain, trajectories: Trajectories) -> None:
     with pytest.raises(ValueError, match="coupling must be for hidden states of 6 and 2 tokens"):
         train_coupling(PairwiseCoupling(5, 2), chain, trajectories)

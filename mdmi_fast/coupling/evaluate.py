@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mdmi_fast import checks as check
 from mdmi_fast._threads import one_torch_thread
 from mdmi_fast.coupling.draws import Draws, ask, chunks, divergence, near_pairs
 from mdmi_fast.coupling.learned import LearnedCoupling
@@ -85,8 +86,15 @@ def evaluate_coupling(
         seed: of the states.
 
     Raises:
-        ValueError: if the coupling was made for another model, or no sequence has two passes.
+        TypeError: if coupling or trajectories are something else.
+        ValueError: if the coupling was made for another model, states or most_drawn is less than 1, or no sequence has two
+            passes.
     """
+    for name, value, kind in (("coupling", coupling, LearnedCoupling), ("trajectories", trajectories, Trajectories)):
+        if not isinstance(value, kind):
+            raise TypeError(f"evaluate_coupling: {name} must be a {kind.__name__}, got {check.shown(value)}")
+    if min(states, most_drawn) < 1:
+        raise ValueError(f"evaluate_coupling: states and most_drawn must be at least 1, got {states} and {most_drawn}")
     coupling.check_model(model)
     generator = torch.Generator().manual_seed(seed)
     parts = [

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mdmi_fast import checks as check
 from mdmi_fast._threads import one_torch_thread
 from mdmi_fast.coupling.draws import Draws, Pairs, ask, chunks, divergence, pairs_of
 from mdmi_fast.coupling.evaluate import CouplingReport, after_draws, report_on
@@ -78,6 +79,7 @@ def train_coupling(
         The coupling in evaluation mode and its report on held-out sequences.
 
     Raises:
+        TypeError: if coupling or trajectories are something else.
         ValueError: if sizes of model and coupling differ, sequences are too few or a number is out of range.
     """
     _check(coupling, model, trajectories, states, steps, most_drawn, held_out)
@@ -112,6 +114,9 @@ def _check(
     most_drawn: int,
     held_out: float,
 ) -> None:
+    for name, value, kind in (("coupling", coupling, LearnedCoupling), ("trajectories", trajectories, Trajectories)):
+        if not isinstance(value, kind):
+            raise TypeError(f"train_coupling: {name} must be a {kind.__name__}, got {check.shown(value)}")
     sizes = (model.hidden_size, model.vocab_size)
     if (coupling.hidden_size, coupling.vocab_size) != sizes:
         raise ValueError(

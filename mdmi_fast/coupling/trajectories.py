@@ -102,17 +102,19 @@ def draw_trajectories(
             thousand of 64 letters make a coupling of text.
         order: in which positions are written: at random, or by entropy, the lowest first, as policies do; a coupling is good
             at states like those it was trained on.
-        temperature: of the draws; a coupling is for this one and those near it.
+        temperature: of the draws, above 0; a coupling is for this one and those near it.
         generator: where seeds come from; None: torch's own.
 
     Raises:
         TypeError: as `decode`.
-        ValueError: as `decode`, or if a sequence has nothing to fill or order is something else.
+        ValueError: as `decode`, or if a sequence has nothing to fill, order is something else or temperature is 0.
     """
     masked = tokens == model.mask_token_id
     if tokens.ndim != 2 or not bool(masked.any(dim=-1).all()):
         raise ValueError("draw_trajectories: tokens must be [W, N] with a masked position in every sequence")
     check.one_of("draw_trajectories", "order", order, ("random", "entropy"))
+    if temperature == 0:
+        raise ValueError("draw_trajectories: temperature must be above 0: without draws nothing depends on them")
     filled, written = [], []
     for part in tokens.split(_AT_ONCE):
         policy = Random(1) if order == "random" else Sequential()
