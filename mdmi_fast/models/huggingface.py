@@ -245,7 +245,7 @@ def load_model(
         import transformers
     except ImportError:
         raise ImportError("hf: models need transformers: pip install 'mdmi-fast[hf]'") from None
-    common = {"trust_remote_code": trust_remote_code, "revision": revision}
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     folder = Path(name).expanduser()
     if folder.is_dir():
         name = str(folder)
@@ -257,7 +257,7 @@ def load_model(
     loader = transformers.AutoModel if diffusion else transformers.AutoModelForMaskedLM
     if not diffusion and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING and not _has_code(config):
         raise ValueError(f"hf: {name} is a model of type {config.model_type!r}, of which no masked LM is known")
-    chosen = {} if attention is None else {"attn_implementation": attention}
+    chosen: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
     with loading_errors(name):
         network, told = loader.from_pretrained(
             name, dtype="auto" if dtype is None else dtype, output_loading_info=True, **common, **chosen
